@@ -2,10 +2,14 @@
 
     python -m benchmarks.runtime_peers [--model llama] [--rounds 5] [--budgets 10] [--csv FILE]
 
-All modes train the same model in lockstep, so a noisy machine slows them equally. A time is the
-median over the rounds of the ratio to eager's step of the same round. The peak of a step is the
-most that the process allocates between the start of its forward and the end of its backward,
-counted by the arena's allocator: gradients included, parameters not; an arena counts whole.
+All modes train the same model in lockstep, so a noisy machine slows them equally. Times are the
+process's CPU times, and ratios are to eager's step of the same round; both are medians over the
+rounds. `us an op` divides the time by the runs of ops, recomputations included; the peers count the
+ops of the joint graph. With `--model chain` it is the fixed cost of an op.
+
+The peak of a step is the most that the process allocates between the start of its forward and the
+end of its backward, counted by the arena's allocator: gradients included, parameters not; an arena
+counts whole.
 
 Modes: `eager`; `joint`: AOTAutograd's joint graph op by op (backend aot_eager); `checkpoint`:
 torch.utils.checkpoint on every layer; `memory budget`: backend aot_eager_decomp_partition with
@@ -32,6 +36,7 @@ from coop_plan.runtime import clear_reports, reports
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
 from coop_plan.runtime.execute.arena_pool import release_idle
 from coop_plan.runtime.reports import StepReport
+from coop_plan.schemas import Compute
 
 Step = Callable[[], torch.Tensor]
 
@@ -74,7 +79,28 @@ def _image_loss(model: torch.nn.Module) -> Any:
     return loss
 
 
-MODELS = {"llama": llama, "gpt2": gpt2, "resnet50": resnet50}
+class Chain(torch.nn.Module):
+    """Pointwise ops on 64 numbers, one after the other."""
+
+    def __init__(self, ops: int) -> None:
+        super().__init__()
+        self.ops = ops
+        self.start = torch.nn.Parameter(torch.rand(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of the last op's result."""
+        x = x + self.start
+        for _ in range(self.ops // 2):
+            x = torch.sin(x) * 1.01
+        return x.sum()
+
+
+def chain(_: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Any], Any]:
+    """Chain of 300 tiny ops."""
+    return Chain(300), lambda model: lambda x: model(x), torch.rand(64)
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "resnet50": resnet50, "chain": chain}
 
 
 @dataclass
@@ -103,10 +129,10 @@ class Trainer:
             release_idle()  # a resting arena may be in memory, in part, or not
         before, _ = process_bytes()
         reset_peak()
-        began = time.perf_counter()
+        began = time.process_time()
         loss = self.run(batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        self.seconds.append(time.perf_counter() - began)
+        self.seconds.append(time.process_time() - began)
         if counted:
             self.peak = process_bytes()[1] - before
         self.losses.append(loss.detach().clone())
@@ -148,10 +174,10 @@ class Comparison:
             run = torch.compile(run, dynamic=False, **compiled)
         trainer = Trainer(mode, model, run, self.random_state)
         clear_reports()
-        began = time.perf_counter()
+        began = time.process_time()
         with _memory_budget(share):
             trainer.step(self.batch)
-        trainer.compile_seconds = time.perf_counter() - began
+        trainer.compile_seconds = time.process_time() - began
         trainer.seconds.clear()
         if reports():
             (trainer.report,) = reports()
@@ -178,6 +204,7 @@ class Comparison:
     def rows(self) -> list[dict[str, Any]]:
         """Returns a record per mode: bytes, seconds, ratios."""
         eager = self.trainers[0]
+        ops = next(len(t.report.graph.ops) for t in self.trainers if t.report is not None)
         rows = []
         for trainer in self.trainers:
             ratios = [own / base for own, base in zip(trainer.seconds, eager.seconds, strict=True)]
@@ -194,9 +221,12 @@ class Comparison:
                 "compile_seconds": trainer.compile_seconds,
                 "bitwise": same and all(torch.equal(a, b) for a, b in states),
             }
+            runs = ops
             if trainer.report is not None:
+                runs = sum(isinstance(step, Compute) for step in trainer.report.plan.steps)
                 names = ("planned_overhead", "measured_overhead", "outside_bytes")
                 row |= {name: getattr(trainer.report, name) for name in names}
+            row["seconds_an_op"] = row["step_seconds"] / runs
             rows.append(row)
         return rows
 
@@ -234,6 +264,7 @@ COLUMNS = (
     Column("limit_bytes", "at most", MB),
     Column("step_seconds", "step s", ".3f"),
     Column("step_ratio_to_eager", "x eager", ".3f"),
+    Column("seconds_an_op", "us an op", scaled(1e6, ".2f")),
     Column("planned_overhead", "planned", ".1%"),
     Column("measured_overhead", "in step", ".1%"),
     Column("compile_seconds", "compile s", ".1f"),

@@ -5,6 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from coop_plan.planner import planning
+from coop_plan.planner.registry import METHODS
+from coop_plan.planner.verifier import verify
+from coop_plan.schemas import load_graph
+from docs import pictures
 from docs.help_text import PAGES, renewed
 
 ROOT = Path(__file__).parents[1]
@@ -62,3 +67,42 @@ def leads_somewhere(name):
             rest = parts[count:]
             return not rest or (module.exists() and rest[0] in module.read_text())
     return False
+
+
+def test_every_page_is_reachable_and_short():
+    """Generated references and measured tables may be long."""
+    config = (ROOT / "mkdocs.yml").read_text()
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    assert [page.name for page in pages if page.name not in config] == []
+    long = {"cli.md", "benchmarks.md", "papers.md", "changelog.md", "service.md"}
+    lengths = {page.name: len(page.read_text().splitlines()) for page in pages}
+    assert {name: n for name, n in lengths.items() if n > 200 and name not in long} == {}
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_sources():
+    text = "\n".join(path.read_text() for path in sorted((ROOT / "coop_plan").glob("**/*.py")))
+    text = re.sub(r'"\s*\n\s*f?"', "", text)  # literals over several lines
+    text = re.sub(r"\{[^{}]*\}", "…", text)
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    shown = re.findall(r"^\| `([^`]*)` \|", page, re.MULTILINE)
+    assert len(shown) > 10
+    assert [message for message in shown if message not in text] == []
+
+
+def test_the_method_of_the_contributors_page_plans(monkeypatch):
+    page = (ROOT / "docs" / "extending.md").read_text()
+    [code] = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    names = {}
+    exec(code, names)
+    method = names["CHEAP_AGAIN"]
+    monkeypatch.setitem(METHODS, method.name, method)
+    graph = load_graph(ROOT / "examples" / "graph.json")
+    made = planning.plan(graph, "75%", method=method.name)
+    assert (made.method, made.recomputed_ops > 0) == (method.name, True)
+    assert not verify(graph, made)
+
+
+def test_the_sketch_of_the_concepts_is_the_example_s_plan():
+    graph = load_graph(ROOT / "examples" / "graph.json")
+    made = planning.plan(graph, pictures.BUDGET)
+    assert (ROOT / "docs" / "concepts.svg").read_text() == pictures.concepts(graph, made)

@@ -120,6 +120,15 @@ class Client(_BaseClient[httpx.Client]):
         """
         return self._run(protocol.plan_exchanges(graph, PlanOptions.given(budget, fields)))
 
+    def check_alive(self, seconds: float) -> None:
+        """Raise `ServerAwayError` unless the server answers within `seconds`, without a retry."""
+        try:
+            answer = self._http.get(f"{self.server}/livez", timeout=seconds)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        if answer.is_server_error:
+            raise ServerAwayError(f"{self.server} answers {answer.status_code}")
+
     def put_graph(self, graph: Graph) -> str:
         """Store a graph on the server; returns its digest."""
         document = graph.to_json().encode()

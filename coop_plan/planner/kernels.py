@@ -4,15 +4,18 @@ A kernel is compiled for the types of its arguments, which its annotations give.
 are not in the cache are compiled; the others are loaded at their first call.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import numba
 import numpy as np
 from numba.core import config, types
 
+from coop_plan.planner.cache_files import file_lock
 from coop_plan.planner.core.jit import ENTRIES, log_compilation
 from coop_plan.planner.core.params import Params, values_class
 from coop_plan.planner.method import Progress
@@ -27,14 +30,19 @@ TRANSFERS = "search.makespan.metropolis"
 EXACT = "exact.model.separation"
 
 MODULES = {
-    "keep-all": LAYOUT,
     **dict.fromkeys(("coop", "dtr", "dte", "delta", "swap-only"), ONLINE),
     **dict.fromkeys(("coop-offline", "checkmate", "monet"), OFFLINE),
     **dict.fromkeys(("optimal", "auto"), (*OFFLINE, EXACT)),
 }
-"""By method, the modules in `planner` with the kernels that it calls, without a link."""
+"""By method, the modules in `planner` with the kernels that it calls, without a link.
+
+Other methods call those of layouts alone.
+"""
 
 ALL = (*OFFLINE, TRANSFERS, EXACT)
+
+COMPILE_SECONDS = 600.0
+"""Time that a process waits for another one's compilation."""
 
 NUMBERS: dict[Any, Any] = {int: types.int64, float: types.float64, bool: types.boolean}
 
@@ -44,7 +52,7 @@ Report = Callable[[Progress], None]
 
 def compile_method(method: str, *, linked: bool, progress: Report | None = None) -> None:
     """Compile the kernels of a method that the cache lacks; `linked` if it may copy to the host."""
-    modules = MODULES[method]
+    modules = MODULES.get(method, LAYOUT)
     if linked and method in ("coop-offline", "optimal", "auto"):
         modules = (*modules, TRANSFERS)
     compile_modules(modules, progress)
@@ -58,17 +66,35 @@ def compile_modules(modules: tuple[str, ...] = ALL, progress: Report | None = No
         (kernel, signature)
         for module in modules
         for kernel, signature in _entries(module)
-        if signature not in kernel.overloads
-        and not (hasattr(kernel._cache, "has") and kernel._cache.has(signature, kernel.targetctx))
+        if _is_lacking(kernel, signature)
     ]
+    count = 0
     for number, (kernel, signature) in enumerate(lacking):
-        log_compilation()
-        if progress is not None:
-            message = f"compiling kernel {number + 1} of {len(lacking)} ({kernel.__name__})"
-            progress(Progress(message, number / len(lacking)))
-        kernel.compile(signature)
+        with _lock(kernel):
+            if _is_lacking(kernel, signature):  # no other process compiled it meanwhile
+                log_compilation()
+                if progress is not None:
+                    message = f"compiling kernel {number + 1} of {len(lacking)} ({kernel.__name__})"
+                    progress(Progress(message, number / len(lacking)))
+                kernel.compile(signature)
+                count += 1
     _compiled.add(modules)
-    return len(lacking)
+    return count
+
+
+def _is_lacking(kernel: Any, signature: tuple[Any, ...]) -> bool:
+    """True if a kernel is neither loaded nor in the cache."""
+    kept = hasattr(kernel._cache, "has") and kernel._cache.has(signature, kernel.targetctx)
+    return signature not in kernel.overloads and not kept
+
+
+def _lock(kernel: Any) -> contextlib.AbstractContextManager[None]:
+    """The lock of the process that compiles a kernel on this machine; without a cache, none."""
+    folder = kernel._cache.cache_path
+    if folder is None:
+        return contextlib.nullcontext()
+    waiting = "waiting for another process that compiles the planner's kernels"
+    return file_lock(Path(folder) / f"{kernel.__name__}.lock", COMPILE_SECONDS, waiting)
 
 
 def _interpreted() -> bool:

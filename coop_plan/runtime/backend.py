@@ -45,7 +45,7 @@ from coop_plan.runtime.torch_internals.autograd import all_leaves_have_only_post
 from coop_plan.runtime.torch_internals.dynamo import (
     allow_symbolic_module_ints,
     compile_call,
-    prepare_dynamo,
+    make_tracing_flag_thread_local,
 )
 from coop_plan.runtime.torch_internals.dynamo_graphs import assigns_data, uses_functorch_grad
 from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed
@@ -55,7 +55,7 @@ from coop_plan.schemas import Plan
 log = logging.getLogger("coop-plan")
 
 warn_of_version()
-prepare_dynamo()
+make_tracing_flag_thread_local()
 
 
 def coop(

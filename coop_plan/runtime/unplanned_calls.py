@@ -15,7 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from coop_plan.runtime.reports import REPORT, StepReport
 from coop_plan.runtime.torch_internals.dynamo import (
+    compile_whole_models,
     graph_break_counts,
+    ignore_once_loggers,
     recorded_nodes,
     restore_top_frame,
     watch_calls,
@@ -38,6 +40,7 @@ class _Thread(threading.local):
     planned = 0
     unplanned = 0
     breaks = 0
+    prepared = False  # Dynamo's settings belong to a thread
 
 
 _thread = _Thread()
@@ -109,6 +112,10 @@ class _Call:
         self._compiled = compiled
 
     def __enter__(self) -> None:
+        self._restore = compile_whole_models()
+        if not _thread.prepared:
+            ignore_once_loggers()
+            _thread.prepared = True
         restore_top_frame()
         _Counts.calls += 1
         self._before, self._logged = sys.exception(), _thread.unplanned
@@ -117,6 +124,7 @@ class _Call:
         self._known = {} if hasattr(self._compiled, LOGGED) else graph_break_counts()
 
     def __exit__(self, *_: object) -> None:
+        self._restore()
         if sys.exception() is not self._before or _thread.unplanned != self._logged:
             return  # Dynamo ends the context in a `finally`, without the exception
         if not torch.is_grad_enabled() or hasattr(self._compiled, LOGGED):

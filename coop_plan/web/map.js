@@ -1,6 +1,10 @@
 // Memory map of one plan: addresses over steps or time, with a rectangle for each buffer.
 // A canvas draws tens of thousands of rectangles; a grid of cells finds the one under the pointer.
 
+import { Bands } from "./bands.js";
+import { Gestures } from "./gestures.js";
+import { Minimap } from "./minimap.js";
+import { MomentTable, rowsAt } from "./moment.js";
 import { KINDS, colours, onTheme } from "./palette.js";
 import { Raster, manyPixels, pixel } from "./raster.js";
 import { bytes, element, micros, ticks } from "./units.js";
@@ -11,38 +15,47 @@ const CURVE = 130;
 const GAP = 14;
 const BELOW = 26;
 const CELLS = 256;
+const NARROWEST = 4; // moments of the narrowest window
 
 export class MemoryMap {
   // `data` is what planner/inspect/drawing.py writes: columns of rectangles and of moments.
-  constructor(data, title) {
+  // `changed` is called after each change of the window, the pinned moment or the chosen rectangle.
+  constructor(data, title, changed = () => {}) {
     this.data = data;
     this.count = data.offset.length;
     this.moments = data.live.length;
     this.byTime = false;
     this.filter = "";
+    this.kinds = null; // indices of the kinds that are shown, null for all
+    this.only = null; // positions of the tensors that are shown, null for all
+    this.left = LEFT;
+    this.top = Math.max(data.arena, 1) * 1.02;
     this.window = [0, this.moments];
+    this.addresses = [0, this.top];
     this.chosen = -1;
+    this.pinned = -1;
+    this.changed = changed;
     this.canvas = element("canvas", { tabindex: "0", role: "img", "aria-label": title });
     this.canvas.map = this; // for tests
     this.tip = element("div", { class: "tip", hidden: true });
     this.status = element("p", { class: "status", "aria-live": "polite" });
     this.sum = element("p", { class: "help" }, this.composition());
-    this.node = element("div", { class: "map" }, this.canvas, this.tip, this.sum, this.status);
-    this.canvas.addEventListener("pointermove", (event) => this.point(event));
-    this.canvas.addEventListener("pointerleave", () => this.choose(-1));
-    this.canvas.addEventListener("pointerdown", (event) => this.grab(event));
-    this.canvas.addEventListener("pointerup", () => (this.held = null));
-    this.canvas.addEventListener("pointercancel", () => (this.held = null));
+    this.bands = new Bands(this);
+    this.minimap = new Minimap(this);
+    this.table = new MomentTable(`in memory: ${title}`, (i) => this.select(i));
+    this.drawing = element("div", { class: "map" }, this.canvas, this.minimap.canvas, this.tip, this.sum, this.status);
+    this.node = element("div", { class: "answers" }, this.drawing, this.table.node);
+    this.gestures = new Gestures(this);
     this.canvas.addEventListener("keydown", (event) => this.key(event));
-    this.canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
     this.order = Array.from({ length: this.count }, (_, i) => i).sort(
       (a, b) => data.begin[a] - data.begin[b] || data.offset[a] - data.offset[b],
     );
     this.index();
+    this.hasOutside = data.outside?.some(Boolean);
     this.shown = new Uint8Array(this.count).fill(1);
     this.raster = new Raster();
     this.observer = new ResizeObserver(() => this.draw());
-    this.observer.observe(this.node);
+    this.observer.observe(this.drawing);
     onTheme(() => this.draw());
   }
 
@@ -58,21 +71,30 @@ export class MemoryMap {
 
   set(options) {
     Object.assign(this, options);
-    if ("filter" in options) this.match();
+    if ("filter" in options || "kinds" in options || "only" in options) this.match();
     this.draw();
+    this.changed(this);
   }
 
-  // Rectangles whose tensor, op, module or source line contains the filter.
+  // Rectangles whose tensor, op, module or source line contains the filter, of the kinds and
+  // tensors that are shown.
   match() {
-    const { ops, names, sources, op, tensor } = this.data;
+    const { ops, names, sources, op, tensor, kind } = this.data;
+    const { kinds, only } = this;
     const pattern = this.filter.toLowerCase();
     const has = (text) => text.toLowerCase().includes(pattern);
     const [byName, scratch] = [names.map(has), has("workspace")];
     const byOp = ops.map((name, i) => has(`${name} ${sources[i] || ""}`));
     for (let i = 0; i < this.count; i += 1) {
       const named = tensor[i] < 0 ? scratch : byName[tensor[i]];
-      this.shown[i] = named || (op[i] >= 0 && byOp[op[i]]) ? 1 : 0;
+      const found = named || (op[i] >= 0 && byOp[op[i]]);
+      this.shown[i] = found && (!kinds || kinds.has(kind[i])) && (!only || only.has(tensor[i])) ? 1 : 0;
     }
+  }
+
+  // Rectangles that the filter, kinds and tensors leave, in the order of their begin.
+  matches() {
+    return this.order.filter((i) => this.shown[i]);
   }
 
   at(moment) {
@@ -80,13 +102,34 @@ export class MemoryMap {
   }
 
   x(moment) {
+    return this.xOf(this.at(moment));
+  }
+
+  // Begin and end of each rectangle on the horizontal axis.
+  edges() {
+    if (this.edgesByTime !== this.byTime) {
+      this.edgesByTime = this.byTime;
+      const { begin, end } = this.data;
+      this.edgesFound = [begin, end].map((moments) => Float64Array.from(moments, (m) => this.at(m)));
+    }
+    return this.edgesFound;
+  }
+
+  // Horizontal place of a value of the axis: a step, or a time in µs.
+  xOf(value) {
     const [from, to] = this.window;
     const first = this.at(from);
-    return LEFT + ((this.at(moment) - first) / (this.at(to) - first || 1)) * this.width;
+    return LEFT + ((value - first) / (this.at(to) - first || 1)) * this.width;
   }
 
   y(address) {
-    return this.bottom - (address / this.top) * this.height;
+    const [low, high] = this.addresses;
+    return this.bottom - ((address - low) / (high - low)) * this.height;
+  }
+
+  address(y) {
+    const [low, high] = this.addresses;
+    return low + ((this.bottom - y) / this.height) * (high - low);
   }
 
   moment(x) {
@@ -101,9 +144,10 @@ export class MemoryMap {
   }
 
   draw() {
-    const box = this.node.clientWidth;
+    const box = this.drawing.clientWidth;
     if (!box) return;
-    const tall = Math.max(340, Math.min(680, Math.round(box * 0.6)));
+    const below = BELOW + this.bands.height;
+    const tall = Math.max(340, Math.min(680, Math.round(box * 0.6))) + this.bands.height;
     const sharp = devicePixelRatio || 1;
     this.canvas.style.height = `${tall}px`;
     this.canvas.width = Math.round(box * sharp);
@@ -111,37 +155,64 @@ export class MemoryMap {
     const pen = this.canvas.getContext("2d");
     pen.scale(sharp, sharp);
     this.width = box - LEFT - 10;
-    this.bottom = tall - BELOW;
+    this.bottom = tall - below;
     this.height = this.bottom - TOP - CURVE - GAP;
-    this.top = Math.max(this.data.arena, 1) * 1.02;
     const paint = colours();
     pen.font = "11px system-ui, sans-serif";
+    this.columns = Array.from({ length: Math.ceil(this.width) + 1 }, (_, i) => this.moment(LEFT + i + 0.5));
     this.axes(pen, paint);
     this.rectangles(pen, paint);
     this.curve(pen, paint);
     this.marks(pen, paint);
+    this.bands.draw(pen, paint, this.bottom + BELOW);
+    this.minimap.draw();
     this.drawn = this.drawn ?? document.createElement("canvas");
     [this.drawn.width, this.drawn.height] = [this.canvas.width, this.canvas.height];
     this.drawn.getContext("2d").drawImage(this.canvas, 0, 0);
-    if (this.chosen >= 0) this.outline(pen, paint, this.chosen);
+    this.overlay(pen, paint);
   }
 
-  // Redraw the chosen rectangle on the finished picture.
-  mark() {
+  // Redraw what lies on the finished picture, with the corners of a box that is being drawn.
+  mark(box = null) {
     const pen = this.canvas.getContext("2d");
     pen.save();
     pen.resetTransform();
     pen.clearRect(0, 0, this.canvas.width, this.canvas.height);
     pen.drawImage(this.drawn, 0, 0);
     pen.restore();
-    if (this.chosen >= 0) this.outline(pen, colours(), this.chosen);
+    const paint = colours();
+    this.overlay(pen, paint);
+    if (!box) return;
+    pen.strokeStyle = paint.text;
+    pen.setLineDash([3, 3]);
+    pen.strokeRect(box[0], box[1], box[2] - box[0], box[3] - box[1]);
+    pen.setLineDash([]);
+  }
+
+  // The pinned moment and the chosen rectangle.
+  overlay(pen, paint) {
+    pen.save();
+    pen.beginPath();
+    pen.rect(LEFT, TOP, this.width, this.bottom - TOP);
+    pen.clip();
+    if (this.pinned >= 0) {
+      pen.fillStyle = paint.text;
+      pen.globalAlpha = 0.55;
+      const x = this.x(this.pinned);
+      pen.fillRect(x, TOP, Math.max(1, Math.min(2, this.x(this.pinned + 1) - x)), this.bottom - TOP);
+      pen.globalAlpha = 1;
+    }
+    if (this.chosen >= 0) this.outline(pen, paint, this.chosen);
+    pen.restore();
   }
 
   axes(pen, paint) {
     pen.strokeStyle = paint.line;
     pen.fillStyle = paint.soft;
     pen.textAlign = "right";
-    for (const tick of ticks(this.top, 6, true)) {
+    const [lowest, highest] = this.addresses;
+    const space = ticks(highest - lowest, 6, true)[1] || highest - lowest;
+    for (let tick = Math.ceil(lowest / space) * space; tick <= highest; tick += space) {
       const y = Math.round(this.y(tick)) + 0.5;
       pen.beginPath();
       pen.moveTo(LEFT, y);
@@ -162,22 +233,25 @@ export class MemoryMap {
   rectangles(pen, paint) {
     const { begin, end, offset, size, kind } = this.data;
     const { shown, raster, window } = this;
+    const [starts, ends] = this.edges();
     const sharp = devicePixelRatio || 1;
     raster.clear(Math.round(this.width * sharp), Math.round(this.height * sharp));
     const { wide, high } = raster;
     const [low, past] = window;
     const [first, last] = [this.at(low), this.at(past)];
-    const [scaleX, scaleY] = [wide / (last - first || 1), high / this.top];
+    const [lowest, highest] = this.addresses;
+    const [scaleX, scaleY] = [wide / (last - first || 1), high / (highest - lowest)];
     const colour = [0.1, 1].map((alpha) =>
       kind ? paint.kinds.map((one) => pixel(one, alpha)) : manyPixels(72, alpha),
     );
     for (let i = 0; i < this.count; i += 1) {
       if (end[i] <= low || begin[i] >= past) continue;
+      if (offset[i] >= highest || offset[i] + size[i] <= lowest) continue;
       raster.paint(
-        (this.at(begin[i]) - first) * scaleX,
-        (this.at(end[i]) - first) * scaleX,
-        high - (offset[i] + size[i]) * scaleY,
-        high - offset[i] * scaleY,
+        (starts[i] - first) * scaleX,
+        (ends[i] - first) * scaleX,
+        high - (offset[i] + size[i] - lowest) * scaleY,
+        high - (offset[i] - lowest) * scaleY,
         colour[shown[i]][kind ? kind[i] : i % 72],
       );
     }
@@ -195,7 +269,7 @@ export class MemoryMap {
       ["arena, live", paint.accent, (m) => live[m]],
       ["arena, free", paint.line, (m) => Math.max(0, arena - live[m])],
       ["outputs outside", paint.kinds[KINDS.indexOf("output")], (m) => outside[m]],
-    ].filter(([, , size]) => live.some((_, m) => size(m)));
+    ].filter(([name]) => name !== "outputs outside" || this.hasOutside);
   }
 
   // The peak, its moment and its parts, in words.
@@ -221,17 +295,18 @@ export class MemoryMap {
     const most = Math.max(1, this.used(peak), budget);
     const floor = TOP + CURVE;
     this.level = (size) => floor - (size / most) * (CURVE - 14);
-    const [from, to] = this.window;
+    const { columns, window } = this;
     const at = [];
-    for (let m = from; m < to; ) {
-      const x = this.x(m);
-      let fullest = m;
-      let next = m + 1;
-      for (; next < to && this.x(next) < x + 0.5; next += 1) {
-        if (live[next] + outside[next] > live[fullest] + outside[fullest]) fullest = next;
+    for (let first = 0; first < columns.length - 1; ) {
+      let past = first + 1;
+      while (past < columns.length - 1 && columns[past] === columns[first]) past += 1;
+      const next = past < columns.length - 1 ? columns[past] : Math.max(columns[first] + 1, window[1]);
+      let fullest = columns[first];
+      for (let m = fullest + 1; m < next; m += 1) {
+        if (live[m] + outside[m] > live[fullest] + outside[fullest]) fullest = m;
       }
-      at.push([x, this.x(next), fullest]);
-      m = next;
+      at.push([LEFT + first, LEFT + past, fullest]);
+      first = past;
     }
     const below = at.map(() => 0);
     pen.textAlign = "right";
@@ -239,14 +314,12 @@ export class MemoryMap {
       const [low, high] = [below[0], below[0] + size(at[0]?.[2] ?? 0)].map((part) => this.level(part));
       pen.fillStyle = paint.soft;
       if (low - high > 9) pen.fillText(name, LEFT - 6, (low + high) / 2 + 4);
-      pen.beginPath();
+      pen.fillStyle = colour;
       at.forEach(([x, past, m], i) => {
         const low = this.level(below[i]);
         below[i] += size(m);
-        pen.rect(x, this.level(below[i]), past - x, low - this.level(below[i]));
+        pen.fillRect(x, this.level(below[i]), past - x, low - this.level(below[i]));
       });
-      pen.fillStyle = colour;
-      pen.fill();
     }
     pen.fillStyle = paint.soft;
     if (!budget) pen.fillText(bytes(most), LEFT - 6, this.level(most) + 4);
@@ -296,7 +369,7 @@ export class MemoryMap {
   find(x, y) {
     if (x < LEFT || x > LEFT + this.width || y < TOP + CURVE || y > this.bottom) return -1;
     const moment = this.moment(x);
-    const address = ((this.bottom - y) / this.height) * this.top;
+    const address = this.address(y);
     const { begin, end, offset, size } = this.data;
     const cell = this.cells[Math.min(CELLS - 1, Math.floor((moment * CELLS) / this.moments))];
     for (const i of cell ?? []) {
@@ -304,19 +377,6 @@ export class MemoryMap {
       if (inside && begin[i] <= moment && moment < end[i]) return i;
     }
     return -1;
-  }
-
-  // Start to drag the window with the pointer.
-  grab(event) {
-    if (event.button !== 0) return;
-    this.held = { x: event.clientX, window: this.window };
-    this.canvas.setPointerCapture(event.pointerId);
-  }
-
-  drag(event) {
-    const [from, to] = this.held.window;
-    const moved = Math.round(((this.held.x - event.clientX) * (to - from)) / this.width);
-    this.show(from + moved, to - from);
   }
 
   // Show `wide` moments from `from` on, shifted into the range.
@@ -327,16 +387,49 @@ export class MemoryMap {
     }
   }
 
-  point(event) {
-    if (this.held) return this.drag(event);
-    const box = this.canvas.getBoundingClientRect();
-    const x = event.clientX - box.left;
-    const y = event.clientY - box.top;
+  // Show `tall` bytes of addresses from `low` on, shifted into the arena.
+  showAddresses(low, tall) {
+    const first = Math.max(0, Math.min(this.top - tall, low));
+    if (first !== this.addresses[0] || first + tall !== this.addresses[1]) {
+      this.set({ addresses: [first, first + tall] });
+    }
+  }
+
+  fit() {
+    this.set({ window: [0, this.moments], addresses: [0, this.top] });
+  }
+
+  // Choose the rectangle at a place of the canvas, and describe it beside the pointer.
+  point(x, y) {
     this.choose(this.find(x, y));
     if (this.chosen < 0) return;
-    this.tip.style.left = `${Math.min(x + 14, Math.max(0, box.width - 300))}px`;
+    this.tip.style.left = `${Math.min(x + 14, Math.max(0, this.canvas.clientWidth - 300))}px`;
     this.tip.style.top = `${y + 16}px`;
     this.tip.hidden = false;
+  }
+
+  // Pin the moment at a place of the canvas, and choose the rectangle there.
+  click(x, y) {
+    if (x < LEFT || x > LEFT + this.width) return;
+    this.pin(this.moment(x));
+    this.point(x, y);
+  }
+
+  // Pin a moment, whose contents the table lists; -1 for none.
+  pin(moment) {
+    this.pinned = moment;
+    if (moment < 0 || moment >= this.moments) this.table.close();
+    else {
+      const { begin, end, begin_us: us } = this.data;
+      const cell = this.cells[Math.min(CELLS - 1, Math.floor((moment * CELLS) / this.moments))];
+      const there = (cell ?? []).filter((i) => begin[i] <= moment && moment < end[i]);
+      const rows = rowsAt(this.data, moment, there);
+      const total = rows.reduce((sum, row) => sum + row.bytes, 0);
+      const when = us.length ? `, ${micros(us[moment])}` : "";
+      this.table.show(`In memory at step ${moment}${when}: ${bytes(total)}`, rows);
+    }
+    if (this.drawn) this.mark();
+    this.changed(this);
   }
 
   choose(i) {
@@ -364,21 +457,30 @@ export class MemoryMap {
     return lines;
   }
 
-  // Arrows select rectangles in the order of their start, + and - zoom, Home shows all.
+  // Arrows select rectangles in the order of their begin, Enter pins the moment of the selected one,
+  // + and - zoom, with Alt the addresses, Home shows all, Escape ends selection and pin.
   key(event) {
-    const from = this.chosen < 0 ? -1 : this.order.indexOf(this.chosen);
     const steps = { ArrowRight: 1, ArrowLeft: -1, PageDown: 50, PageUp: -50 };
-    if (event.key in steps) {
-      let to = from;
-      do to += steps[event.key];
-      while (to >= 0 && to < this.count && !this.shown[this.order[to]]);
-      if (to >= 0 && to < this.count) this.select(this.order[to]);
-    } else if (event.key === "+" || event.key === "=") this.zoom(0.5, this.centre());
-    else if (event.key === "-") this.zoom(2, this.centre());
-    else if (event.key === "Home") this.set({ window: [0, this.moments] });
-    else if (event.key === "Escape") this.choose(-1);
-    else return;
+    const factor = { "+": 0.5, "=": 0.5, "-": 2 }[event.key];
+    if (event.key in steps) this.walk(steps[event.key]);
+    else if (factor && event.altKey) this.zoomAddresses(factor, this.middle());
+    else if (factor) this.zoom(factor, this.centre());
+    else if (event.key === "Home") this.fit();
+    else if (event.key === "Enter") this.pin(this.chosen < 0 ? Math.round(this.centre()) : this.data.begin[this.chosen]);
+    else if (event.key === "Escape") {
+      this.choose(-1);
+      this.pin(-1);
+    } else return;
     event.preventDefault();
+  }
+
+  // Select the rectangle that lies `steps` behind the chosen one, among those shown.
+  walk(steps) {
+    const from = this.chosen < 0 ? -1 : this.order.indexOf(this.chosen);
+    let to = from;
+    do to += steps;
+    while (to >= 0 && to < this.count && !this.shown[this.order[to]]);
+    if (to >= 0 && to < this.count) this.select(this.order[to]);
   }
 
   // Choose a rectangle, and scroll it into view.
@@ -394,17 +496,43 @@ export class MemoryMap {
     return (this.window[0] + this.window[1]) / 2;
   }
 
-  wheel(event) {
-    if (!event.ctrlKey && !event.shiftKey) return; // the page scrolls
-    event.preventDefault();
-    const box = this.canvas.getBoundingClientRect();
-    this.zoom(event.deltaY + event.deltaX > 0 ? 1.25 : 0.8, this.moment(event.clientX - box.left));
+  // Address about which the keyboard zooms.
+  middle() {
+    const { offset, size } = this.data;
+    if (this.chosen >= 0) return offset[this.chosen] + size[this.chosen] / 2;
+    return (this.addresses[0] + this.addresses[1]) / 2;
   }
 
   zoom(factor, around) {
     const [first, last] = this.window;
-    const wide = Math.ceil(Math.max(4, (last - first) * factor));
+    const wide = Math.min(this.moments, Math.ceil(Math.max(NARROWEST, (last - first) * factor)));
     const share = (around - first) / (last - first);
-    this.show(around - wide * share, Math.min(this.moments, wide));
+    this.show(around - wide * share, wide);
+  }
+
+  zoomAddresses(factor, around) {
+    const [low, high] = this.addresses;
+    const tall = Math.min(this.top, Math.max(this.top / 4096, (high - low) * factor));
+    this.showAddresses(around - (tall * (around - low)) / (high - low), tall);
+  }
+
+  // Zoom to the box between two places of the canvas.
+  zoomTo(x, y, right, above) {
+    const [from, to] = [this.moment(Math.min(x, right)), this.moment(Math.max(x, right)) + 1];
+    const low = Math.max(0, this.address(Math.max(y, above)));
+    const high = Math.min(this.top, this.address(Math.min(y, above)));
+    const tall = Math.max(this.top / 4096, high - low);
+    this.set({
+      window: [from, Math.min(this.moments, Math.max(to, from + NARROWEST))],
+      addresses: high > low ? [low, low + tall] : this.addresses,
+    });
+  }
+
+  // Differences from other maps of one graph: the tensors whose buffers are of other kinds there.
+  kindsOfTensors() {
+    const found = new Map();
+    const { tensor, kind } = this.data;
+    for (const i of this.order) if (tensor[i] >= 0) found.set(tensor[i], `${found.get(tensor[i]) ?? ""} ${kind?.[i]}`);
+    return found;
   }
 }

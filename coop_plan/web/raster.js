@@ -5,6 +5,7 @@ export class Raster {
     this.canvas = document.createElement("canvas");
     this.pen = this.canvas.getContext("2d");
     this.image = null;
+    this.small = new Int32Array(1 << 12);
   }
 
   // Clear the picture, and set its size in pixels.
@@ -14,7 +15,7 @@ export class Raster {
       this.image = this.pen.createImageData(wide, high);
       this.pixels = new Uint32Array(this.image.data.buffer);
     } else this.pixels.fill(0);
-    this.small = [];
+    this.count = 0; // entries of `small` in use
   }
 
   // Paint a rectangle by its edges in pixels (y downwards); one without a pixel is left to `done`.
@@ -24,7 +25,18 @@ export class Raster {
     const high = Math.max(0, Math.round(top));
     const low = Math.min(this.high, Math.round(bottom));
     if (to <= from || low <= high) {
-      this.small.push(from, to, high, low, colour);
+      if (this.count + 5 > this.small.length) {
+        const more = new Int32Array(2 * this.small.length);
+        more.set(this.small);
+        this.small = more;
+      }
+      const { small, count } = this;
+      small[count] = from;
+      small[count + 1] = to;
+      small[count + 2] = high;
+      small[count + 3] = low;
+      small[count + 4] = colour;
+      this.count += 5;
       return;
     }
     // Leave a seam between neighbours that are wide enough.
@@ -41,14 +53,16 @@ export class Raster {
 
   // Paint rectangles that are smaller than a pixel on empty pixels, and return the canvas.
   done() {
-    const { small, pixels } = this;
-    for (let i = 0; i < small.length; i += 5) {
+    const { small, pixels, count } = this;
+    for (let i = 0; i < count; i += 5) {
       const from = Math.min(small[i], this.wide - 1);
       const to = Math.max(from + 1, small[i + 1]);
       const high = Math.min(small[i + 2], this.high - 1);
       const low = Math.max(high + 1, small[i + 3]);
       const middle = ((high + low) >> 1) * this.wide + ((from + to) >> 1);
-      if (!pixels[middle]) this.fill(from, to, high, low, small[i + 4]);
+      if (pixels[middle]) continue;
+      if (to - from === 1 && low - high === 1) pixels[high * this.wide + from] = small[i + 4];
+      else this.fill(from, to, high, low, small[i + 4]);
     }
     this.pen.putImageData(this.image, 0, 0);
     return this.canvas;

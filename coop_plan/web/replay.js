@@ -2,6 +2,8 @@
 
 import { KINDS } from "./palette.js";
 
+const ENGINES = ["compute", "offload", "prefetch", "wait"];
+
 export function replay(graph, plan) {
   const opAt = new Map(graph.ops.map((op, i) => [op.id, i]));
   const tensorAt = new Map(graph.tensors.map((tensor, i) => [tensor.id, i]));
@@ -10,6 +12,9 @@ export function replay(graph, plan) {
   const still = new Map(); // by moment: bytes of a buffer that a smaller one overwrites in place
   const ran = new Set();
   const begin = [];
+  const done = [];
+  const engine = []; // by moment: compute, offload, prefetch, wait
+  const runs = []; // by moment: the op that runs, or that ran last
   const left = []; // by moment: bytes of outputs outside the arena
   let now = 0;
   let clock = 0;
@@ -30,6 +35,8 @@ export function replay(graph, plan) {
       continue;
     }
     begin.push(clock);
+    engine.push(ENGINES.indexOf(step.do));
+    runs.push(step.do === "compute" ? opAt.get(step.op) : (runs.at(-1) ?? -1));
     if (step.do === "compute") {
       const at = opAt.get(step.op);
       const op = graph.ops[at];
@@ -65,6 +72,7 @@ export function replay(graph, plan) {
       }
     }
     now += 1;
+    done.push(clock);
     left.push(outside);
   }
   // A first run's buffer is evicted if its tensor has a later one.
@@ -98,7 +106,10 @@ export function replay(graph, plan) {
     op: column("op"),
     tensor: column("tensor"),
     live: bytes,
-    begin_us: copies ? [] : begin, // only the planner's timeline has the times of copies
+    engine: copies ? [] : engine, // only the planner's timeline has the times of copies
+    runs,
+    begin_us: copies ? [] : begin,
+    done_us: copies ? [] : done,
     end_us: clock,
     outside: left,
     resident: [...resident],
@@ -108,5 +119,6 @@ export function replay(graph, plan) {
     names: graph.tensors.map((tensor) => tensor.name || `tensor ${tensor.id}`),
     ops: graph.ops.map((op) => op.name),
     sources: graph.ops.map((op) => op.source ?? ""),
+    phases: graph.ops.map((op) => op.phase ?? "forward"),
   };
 }

@@ -3,5 +3,5 @@
 import { mapsView } from "./views.js";
 
 export function start(data) {
-  document.querySelector("main").append(mapsView(data.drawings));
+  document.querySelector("main").append(mapsView(data.drawings, { link: true }));
 }

@@ -34,6 +34,13 @@ export function ticks(limit, count, binary) {
   return found;
 }
 
+// Module path and `file:line` of an op's source; each is "" if missing.
+export function splitSource(source) {
+  const comma = source.indexOf(", ");
+  if (comma >= 0) return [source.slice(0, comma), source.slice(comma + 2)];
+  return source.includes(":") ? ["", source] : [source, ""];
+}
+
 export function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {

@@ -253,6 +253,12 @@ FILES = {
     "events": (lambda: b'[{"ph": "X"}]', "a Kineto trace"),
     "snapshot": (lambda: pickle.dumps([1]), "a pickle"),
     "chakra": (lambda: b"\t\n\x050.0.4\x0c\x08\x02\x12\x05first", "a Chakra trace in protobuf"),
+    "chakra nodes": (lambda: b'{"nodes": [{"Id": 1, "NodeType": 4}]}', "a Chakra trace in JSON"),
+    "chakra lines": (
+        lambda: b'{"version": "0.0.4"}{"id": "1", "name": "mm", "type": "COMP_NODE"}',
+        "a Chakra trace in JSON",
+    ),
+    "chakra list": (lambda: b'[{}, {"id": 1, "data_deps": []}]', "a Chakra trace in JSON"),
     "tar": (lambda: gzip.compress(b"et.json".ljust(257, b"\0") + b"ustar\0"), "an archive"),
 }
 
@@ -272,6 +278,7 @@ def test_a_file_of_another_kind_is_named_for_what_it_is(kind, run, folder):
             "a Kineto trace",
             ["import", "graph.json", "--kineto", "file", "-o", "x"],
         ),
+        ("", "a CSV file of buffers", ["place", "file"]),
     ]
     for fitting, wanted, arguments in questions:
         if kind not in fitting.split():

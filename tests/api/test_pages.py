@@ -11,6 +11,7 @@ import pytest
 from coop_plan.api.cli.memory_map import draw_plans
 from coop_plan.api.service.graph_store import digest_of
 from coop_plan.planner import plan
+from coop_plan.planner.inspect.buffers import KINDS, replay_plan
 from coop_plan.planner.inspect.drawing import drawing
 from coop_plan.schemas import load_graph
 from coop_plan.web import page as whole_page
@@ -123,11 +124,13 @@ def test_a_walk_by_keyboard_leaves_no_trace(page, two_maps):
 
 def test_the_keyboard_alone_selects_zooms_and_filters(page, two_maps):
     page.goto(two_maps)
-    page.keyboard.press("Tab")  # the filter
+    page.keyboard.press("Tab")  # the search
     page.keyboard.type("model.13")
-    page.keyboard.press("Tab")
+    for _ in range(3):  # over its two buttons
+        page.keyboard.press("Tab")
     page.keyboard.press("ArrowDown")  # by time
-    page.keyboard.press("Tab")  # the first map
+    for _ in range(9):  # over the differences and seven kinds to the first map
+        page.keyboard.press("Tab")
     page.keyboard.press("ArrowRight")
     status = page.locator(".status").first
     assert "model.13, examples/train_step.py" in status.inner_text()
@@ -194,7 +197,7 @@ def test_fifty_thousand_buffers_are_drawn_and_found(page, tmp_path):
         return pixels.filter((pixel) => pixel).length / (wide * high);
     }""")
     assert 0.039 < painted < 0.2
-    box = page.locator("canvas").bounding_box()
+    box = page.locator("canvas").first.bounding_box()
     page.evaluate("document.querySelector('canvas').map.set({ window: [1000, 2000] })")
     page.mouse.move(box["x"] + 500, box["y"] + 200)
     page.mouse.down()
@@ -202,6 +205,226 @@ def test_fifty_thousand_buffers_are_drawn_and_found(page, tmp_path):
     page.mouse.up()
     low, high = page.evaluate("document.querySelector('canvas').map.window")
     assert (low > 1000, high - low) == (True, 1000)
+
+
+WINDOW = "document.querySelector('canvas').map.window"
+ADDRESSES = "document.querySelector('canvas').map.addresses"
+
+
+def in_map(page, moment, address=0.0):
+    """Place of a moment and a share of the addresses in the first map, in pixels of the canvas."""
+    return page.evaluate(
+        """([moment, share]) => {
+        const map = document.querySelector("canvas").map;
+        return { x: (map.x(moment) + map.x(moment + 1)) / 2, y: map.y(share * map.top) };
+    }""",
+        [moment, address],
+    )
+
+
+def click(page, moment):
+    page.locator("canvas").first.click(position=in_map(page, moment, 0.5))
+
+
+def test_a_click_lists_all_bytes_of_its_moment(page, two_maps, plans):
+    """They sum to the plan's peak, whatever the moment: the arena counts whole."""
+    page.goto(two_maps)
+    made = plans["within 50%"]
+    view = replay_plan(EXAMPLE, made)
+    click(page, view.fullest)
+    table = page.locator(".moment").first
+    used = sum(view.resident.values()) + made.arena_bytes + view.outside[view.fullest]
+    assert f"step {view.fullest}," in table.locator("h3").inner_text()
+    assert f"{used / 2**20:.2f} MiB" in table.locator("h3").inner_text()
+    text = page.evaluate("document.querySelector('canvas').map.table.text()").splitlines()
+    heads, rows = text[0].split("\t"), [line.split("\t") for line in text[1:]]
+    assert heads == ["tensor", "bytes", "share", "state", "op", "module", "line"]
+    assert sum(int(row[1]) for row in rows) == used
+    largest = view.at(view.fullest)[0]
+    op = EXAMPLE.ops[largest.op]
+    assert [EXAMPLE.tensors[largest.tensor].name, largest.kind, op.name] in [
+        [row[0], *row[3:5]] for row in rows
+    ]
+    sizes = [int(row[1]) for row in rows]
+    assert sizes == sorted(sizes, reverse=True)
+    table.get_by_role("button", name="tensor").click()
+    names = table.locator("tbody td:first-child").all_inner_texts()
+    assert names == sorted(names, key=str.lower)
+    table.get_by_label("sums by module").check()
+    sums = page.evaluate("document.querySelector('canvas').map.table.sorted()")
+    assert sum(row["bytes"] for row in sums) == used
+    assert len({row["module"] for row in sums}) == len(sums)
+    page.locator("canvas").first.press("Escape")
+    assert not table.is_visible()
+
+
+def test_copied_rows_are_a_table(browser, two_maps):
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    page.goto(two_maps)
+    click(page, 10)
+    page.locator(".moment").first.get_by_role("button", name="copy").click()
+    page.get_by_role("button", name="copied").wait_for()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied == page.evaluate("document.querySelector('canvas').map.table.text()")
+    context.close()
+
+
+def test_wheel_box_and_double_click_zoom_both_maps(page, two_maps):
+    page.goto(two_maps)
+    canvas = page.locator("canvas").first
+    whole, tall = page.evaluate(WINDOW), page.evaluate(ADDRESSES)
+    spot = in_map(page, 30, 0.5)
+    canvas.hover(position=spot)
+    page.mouse.wheel(0, -300)
+    low, high = page.evaluate(WINDOW)
+    assert low <= 30 < high
+    assert high - low < whole[1]
+    others = "[...document.querySelectorAll('canvas[tabindex]')].map((c) => c.map)"
+    shares = page.evaluate(f"{others}.map((map) => map.window[1] / map.moments)")
+    assert shares[0] == pytest.approx(shares[1], abs=0.05)
+    page.keyboard.down("Alt")
+    page.mouse.wheel(0, -300)
+    page.keyboard.up("Alt")
+    assert page.evaluate(ADDRESSES)[1] - page.evaluate(ADDRESSES)[0] < tall[1]
+    canvas.dblclick(position=in_map(page, (low + high) // 2))
+    assert (page.evaluate(WINDOW), page.evaluate(ADDRESSES)) == (whole, tall)
+    box = canvas.bounding_box()
+    (a, b) = in_map(page, 20, 0.75), in_map(page, 40, 0.25)
+    page.keyboard.down("Shift")
+    page.mouse.move(box["x"] + a["x"], box["y"] + a["y"])
+    page.mouse.down()
+    page.mouse.move(box["x"] + b["x"], box["y"] + b["y"], steps=4)
+    page.mouse.up()
+    page.keyboard.up("Shift")
+    assert page.evaluate(WINDOW) == [20, 41]
+    low, high = page.evaluate(ADDRESSES)
+    assert (low / tall[1], high / tall[1]) == pytest.approx((0.25, 0.75), abs=0.01)
+
+
+def test_a_tap_pins_and_a_pinch_zooms(browser, two_maps):
+    context = browser.new_context(has_touch=True, viewport={"width": 380, "height": 800})
+    page = context.new_page()
+    page.goto(two_maps)
+    canvas = page.locator("canvas").first
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    spot = in_map(page, 30, 0.5)
+    page.touchscreen.tap(box["x"] + spot["x"], box["y"] + spot["y"])
+    assert "step 30," in page.locator(".moment h3").first.inner_text()
+    touch = context.new_cdp_session(page)
+
+    def send(kind, *xs):
+        points = [{"x": box["x"] + x, "y": box["y"] + spot["y"], "id": i} for i, x in enumerate(xs)]
+        touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    send("touchStart", 150)
+    send("touchStart", 150, 250)
+    send("touchMove", 120, 280)
+    send("touchMove", 100, 300)
+    send("touchEnd")
+    low, high = page.evaluate(WINDOW)
+    assert (high - low) / page.evaluate("document.querySelector('canvas').map.moments") < 0.6
+    assert serious(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380
+    context.close()
+
+
+def test_a_search_counts_its_matches_and_walks_them(page, two_maps):
+    page.goto(two_maps)
+    field = page.get_by_label("search for a module, op or tensor")
+    field.fill("model.13")
+    count = page.locator(".search output")
+    total = int(count.inner_text().split()[0])
+    assert total > 2
+    field.press("Enter")
+    assert count.inner_text() == f"1 of {total}"
+    page.get_by_label("next match").click()
+    assert count.inner_text() == f"2 of {total}"
+    assert "model.13" in page.locator(".status").first.inner_text()
+    page.get_by_label("previous match").click()
+    page.get_by_label("previous match").click()
+    assert count.inner_text() == f"{total} of {total}"
+
+
+def test_kinds_are_switches_and_differences_are_found(page, two_maps, plans):
+    page.goto(two_maps)
+    shown = """() => {
+        const map = document.querySelector("canvas").map;
+        return map.matches().map((i) => [map.data.tensor[i], map.data.kind[i]]);
+    }"""
+    recomputed = KINDS.index("recomputed")
+    assert any(kind == recomputed for _, kind in page.evaluate(shown))
+    page.get_by_role("button", name="recomputed").click()
+    assert not any(kind == recomputed for _, kind in page.evaluate(shown))
+    page.get_by_role("button", name="recomputed").click()
+    page.get_by_label("differences only").check()
+    left = {tensor for tensor, _ in page.evaluate(shown)}
+    kinds = []
+    for made in plans.values():
+        found = {}
+        for rectangle in replay_plan(EXAMPLE, made).rectangles:
+            if rectangle.tensor >= 0:
+                found.setdefault(rectangle.tensor, []).append((rectangle.begin, rectangle.kind))
+        kinds.append({t: [kind for _, kind in sorted(lives)] for t, lives in found.items()})
+    assert left == {t for t in kinds[0] if kinds[0][t] != kinds[1].get(t)}
+
+
+def test_a_link_leads_to_the_same_view(page, two_maps):
+    page.goto(two_maps)
+    page.get_by_label("search for a module, op or tensor").fill("model.13")
+    page.get_by_label("horizontal axis").select_option("time")
+    page.locator("canvas").first.hover(position=in_map(page, 30, 0.5))
+    page.mouse.wheel(0, -300)
+    click(page, 30)
+    state = "(({ window, pinned, byTime, filter }) => [window, pinned, byTime, filter])"
+    state = f"{state}(document.querySelector('canvas').map)"
+    before, address = page.evaluate(state), page.url
+    page.goto("about:blank")
+    page.goto(address)
+    assert page.evaluate(state) == before
+    assert before[1:] == [30, True, "model.13"]
+    page.goto("about:blank")
+    page.goto(two_maps + "#steps=9-3&at=x&axis=%%")  # a spoilt one
+    assert page.evaluate(state)[1:3] == [-1, False]
+
+
+def test_picture_and_data_are_downloads(page, two_maps, plans):
+    page.goto(two_maps)
+    with page.expect_download() as data:
+        page.get_by_role("button", name="data").first.click()
+    columns = drawing(EXAMPLE, plans["within 50%"])["map"]
+    assert json.loads(Path(data.value.path()).read_text()) == columns
+    with page.expect_download() as picture:
+        page.get_by_role("button", name="picture").first.click()
+    assert picture.value.suggested_filename == "within-50-.png"
+    assert Path(picture.value.path()).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_minimap_moves_the_window(page, two_maps):
+    page.goto(two_maps)
+    page.evaluate("document.querySelector('canvas').map.set({ window: [0, 10] })")
+    strip = page.locator("canvas.minimap").first
+    box = strip.bounding_box()
+    strip.click(position={"x": box["width"] * 0.7, "y": 10})
+    low, high = page.evaluate(WINDOW)
+    assert (high - low, low > 20) == (10, True)
+
+
+def test_phases_modules_and_engines_have_bands(page, tmp_path):
+    made = plan(EXAMPLE, "50%", link="25GB/s")
+    assert any(step.do == "prefetch" for step in made.steps)
+    draw_plans(str(tmp_path / "map.html"), EXAMPLE, {"swapped": made})
+    page.goto((tmp_path / "map.html").as_uri())
+    bands = "document.querySelector('canvas').map.bands"
+    assert all(page.evaluate(f"{bands}.heights"))
+    phases = page.evaluate(f"{bands}.stretches({bands}.phases)")
+    assert [text for _, _, text in phases] == ["forward", "backward"]
+    modules = {text for _, _, text in page.evaluate(f"{bands}.moduleStretches()")}
+    assert any(name.startswith("model") for name in modules)
+    view = replay_plan(EXAMPLE, made)
+    copies = [m for m, moment in enumerate(view.moments) if moment.engine != "compute"]
+    assert page.evaluate(f"{bands}.copies") == copies
 
 
 def test_a_page_holds_whatever_a_name_contains(page, tmp_path):
@@ -216,7 +439,7 @@ def test_a_page_holds_whatever_a_name_contains(page, tmp_path):
 
 def test_the_report_opens_the_map_of_a_plan(page, tmp_path, plans):
     columns = drawing(EXAMPLE, plans["within 50%"])
-    once = {name: columns["map"].pop(name) for name in ("names", "ops", "sources")}
+    once = {name: columns["map"].pop(name) for name in ("names", "ops", "sources", "phases")}
     packed = base64.b64encode(gzip.compress(json.dumps(columns["map"]).encode())).decode()
     figures = columns["figures"]
     cell = {
@@ -234,7 +457,7 @@ def test_the_report_opens_the_map_of_a_plan(page, tmp_path, plans):
     overhead = 100 * plans["within 50%"].overhead
     assert f"{overhead:.2f} %" in page.locator("tbody tr").first.inner_text()
     page.get_by_role("button", name="map of coop-offline, 50%").press("Enter")
-    page.locator(".map canvas").wait_for()
+    page.locator(".map canvas[tabindex]").wait_for()
     assert page.locator("h2").inner_text() == "coop-offline within 50%"
     assert page.evaluate("document.activeElement === document.querySelector('.map canvas')")
     assert page.evaluate("document.activeElement.getBoundingClientRect().top < innerHeight")
@@ -247,7 +470,7 @@ def test_the_report_opens_the_map_of_a_plan(page, tmp_path, plans):
         return { x: plot.x(plot.cells[0].peak_bytes), y: plot.y(plot.cells[0].overhead) };
     }""")
     )
-    page.locator(".map canvas").wait_for()
+    page.locator(".map canvas[tabindex]").wait_for()
 
 
 def test_the_service_s_page_plans_a_graph_and_shows_what_the_planner_makes(
@@ -281,7 +504,7 @@ def test_the_service_s_page_plans_a_graph_and_shows_what_the_planner_makes(
         page.get_by_text("Choose at least one method.").wait_for()
         page.get_by_label("coop", exact=True).check()
         page.get_by_role("button", name="Plan").press("Enter")
-        page.locator(".map canvas").wait_for(timeout=300_000)
+        page.locator(".map canvas[tabindex]").wait_for(timeout=300_000)
         drawn = page.evaluate("document.querySelector('.map canvas').map.data")
         made = plan(EXAMPLE, "60%", method="coop")
         known = drawing(EXAMPLE, made)["map"]
@@ -302,7 +525,7 @@ def test_the_service_s_page_plans_a_graph_and_shows_what_the_planner_makes(
             page.get_by_role("button", name="Download coop").press("Enter")
         assert json.loads(saved.value.path().read_text())["method"] == "coop"
         page.reload()  # the address has the graph and the methods; its plans are stored
-        page.locator(".map canvas").wait_for(timeout=300_000)
+        page.locator(".map canvas[tabindex]").wait_for(timeout=300_000)
         assert not page.get_by_label("coop-offline").is_checked()
         assert wrong == []
         damaged = json.loads(document) | {"schema": "coop-plan/graph/9"}

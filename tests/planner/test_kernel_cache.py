@@ -17,9 +17,11 @@ import coop_plan.planner
 import coop_plan.planner.core.jit as kernels
 from coop_plan.planner import Progress, plan
 from coop_plan.planner.exact.model.separation import RelaxedSolution
-from coop_plan.planner.kernels import ALL, MODULES, TRANSFERS, _entries, _type
+from coop_plan.planner.kernels import ALL, LAYOUT, MODULES, TRANSFERS, _entries, _type
 from coop_plan.planner.placement import place
 from tests.support import make_graph
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_key_changes_with_any_file_beside_the_kernel(tmp_path):
@@ -147,7 +149,7 @@ def test_a_method_calls_no_kernels_but_those_that_are_compiled_for_it(
         capture_output=True, text=True, check=method != "keep-all",
     )  # fmt: skip
     called = {name.removeprefix("coop_plan.planner.") for name in done.stdout.split()}
-    assert called <= {*MODULES[method], *([TRANSFERS] if link else [])}
+    assert called <= {*MODULES.get(method, LAYOUT), *([TRANSFERS] if link else [])}
 
 
 def test_compilation_is_outside_of_the_clock_and_of_the_time_limit(chain, monkeypatch):
@@ -261,3 +263,121 @@ def test_no_kernel_calls_one_that_is_kept_for_python_alone():
                         calls[here, function.name].add((home.get(node.id, here), node.id))
     assert len(entries) > 10
     assert {caller: found & entries for caller, found in calls.items() if found & entries} == {}
+
+
+BACK = """
+import sys
+sys.path.insert(0, ".")
+from kernel import double
+print(double(2), sum(double.stats.cache_hits.values()))
+"""
+KEPT = """
+from coop_plan.planner.core.jit import njit
+
+@njit
+def double(x):
+    return 2 * x
+"""
+
+
+def kernel_process(folder, prefix=(), **environment):
+    """Calls of a kernel in `folder` in a new process: its output and what it logs."""
+    done = subprocess.run(
+        [*prefix, sys.executable, "-c", BACK],
+        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.split(), done.stderr.splitlines()
+
+
+@pytest.fixture
+def kernel(tmp_path):
+    """A folder with the source of a kernel, and the arguments of a cache at home."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "kernel.py").write_text(KEPT)
+    return folder
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+@pytest.mark.parametrize("changed", ["index", "data", "folder", "mode"])
+def test_a_kernel_that_others_could_write_is_not_loaded(changed, kernel, tmp_path):
+    """It is a pickle, which runs code when it is read."""
+    home = {"XDG_CACHE_HOME": str(tmp_path / "home")}
+    assert kernel_process(kernel, **home)[0] == ["4", "0"]
+    cache = kernel / "__pycache__"
+    path = {"index": next(cache.glob("*.nbi")), "folder": cache}.get(
+        changed, next(cache.glob("*.nbc"))
+    )
+    if changed == "mode":
+        path.chmod(0o666)
+    else:
+        os.chown(path, 65534, 65534)
+    (found, hits), said = kernel_process(kernel, **home)
+    assert (found, hits) == ("4", "0")
+    lines = [line for line in said if "without the cache" in line]
+    assert len(lines) == (changed != "folder")  # in that case the cache at home is used
+    assert kernel_process(kernel, **home)[0] == ["4", "1"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+def test_kernels_of_a_folder_that_cannot_be_written_are_loaded(kernel, tmp_path):
+    """As of an image: a folder of root's, named by an option."""
+    named = {"XDG_CACHE_HOME": str(tmp_path / "home")}
+    cache = kernel / "__pycache__"
+    cache.touch()  # no folder beside the source
+    kernel_process(kernel, **named)
+    shared = {"COOP_SHARED_CACHE": str(tmp_path / "shared"), "XDG_CACHE_HOME": str(cache)}
+    (tmp_path / "home/coop-plan").rename(tmp_path / "shared")
+    folder = next((tmp_path / "shared/kernels").iterdir())
+    folder.chmod(0o500)
+    obey = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+    assert kernel_process(kernel, obey, **shared) == (["4", "1"], [])
+    (kernel / "kernel.py").write_text(KEPT.replace("2 * x", "x + x"))
+    found, said = kernel_process(kernel, obey, **shared)
+    assert found == ["4", "0"]
+    assert any("without the cache" in line for line in said)
+
+
+def test_kernels_on_a_full_disk_are_used(kernel, tmp_path):
+    script = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n" + KEPT
+    (kernel / "kernel.py").write_text(script)
+    found, said = kernel_process(kernel, XDG_CACHE_HOME=str(tmp_path / "home"))
+    assert found == ["4", "0"]
+    assert any("File too large" in line for line in said)
+
+
+AT_ONCE = """
+import sys, time
+from numba import int64
+sys.path.insert(0, ".")
+import coop_plan.planner.kernels as kernels
+from kernel import double
+
+compile_it = double.compile
+double.compile = lambda signature: (time.sleep(3), compile_it(signature))[1]
+kernels._entries = lambda module: [(double, (int64,))]
+print("ready", flush=True)
+sys.stdin.readline()
+print(kernels.compile_modules(("some",)), double(2))
+"""
+
+
+def test_processes_compile_the_kernels_once(kernel):
+    """The others wait for the first, and then load what it wrote."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", AT_ONCE],
+            cwd=kernel, env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    results = [process.communicate() for process in processes]
+    assert sorted(out for out, _ in results) == ["0 4\n", "0 4\n", "1 4\n"]
+    assert sum("waiting for another process" in said for _, said in results) == 2

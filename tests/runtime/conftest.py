@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 
 torch = pytest.importorskip("torch")
 from coop_plan import runtime  # noqa: E402
-from coop_plan.planner.plan_cache.store import cache_dir  # noqa: E402
+from coop_plan.planner.cache_files import cache_dir  # noqa: E402
 from coop_plan.runtime.device import build  # noqa: E402
 
 

@@ -252,3 +252,33 @@ def test_what_an_ended_thread_took_is_not_of_the_thread_after_it(x):
     in_a_thread(take)
     more = next(filter(lambda seen: seen is not None, map(in_a_thread, 100 * [step])))
     assert more == 4096
+
+
+def train(model, steps=3):
+    compiled = torch.compile(
+        model, backend="coop", options={"budget": "100%", "method": "keep-all"}
+    )
+    for _ in range(steps):
+        compiled(torch.ones(512, 64)).square().mean().backward()
+        model.zero_grad()
+
+
+@undisturbed
+def test_the_arena_is_given_back_when_the_last_model_is_deleted(own_cache):
+    """Dynamo keeps the compiled steps of a model that is gone."""
+    models = [torch.nn.Linear(64, 4096), torch.nn.Linear(64, 4096)]
+    train(models[0])
+    settle()
+    before = process_bytes()[0]
+    train(models[1])
+    settle()
+    arena = process_bytes()[0]
+    models.pop(0)
+    settle()
+    train(models[0])
+    settle()
+    assert process_bytes()[0] >= before - 64 * 4096 * 4
+    parameters = 65 * 4096 * 4
+    del models
+    settle()
+    assert process_bytes()[0] < arena - 2 * parameters - 512 * 4096

@@ -17,7 +17,7 @@ from coop_plan.runtime.offline_capture.fake_device import CaptureRequest, captur
 from coop_plan.runtime.offline_capture.roofline import Roofline
 from coop_plan.runtime.offline_capture.target import capture, capture_target
 from coop_plan.runtime.torch_internals.fakes import FakeTensorMode
-from coop_plan.schemas import InvalidInputError
+from coop_plan.schemas import Compute, InvalidInputError
 
 cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch is built for CUDA")
 
@@ -100,6 +100,21 @@ def by_size():
 def elsewhere():
     model = nn.Linear(4, 4).to("cpu")
     return (lambda x: model(x).sum()), (torch.ones(2, 4),)
+
+def routes(deterministic=False):
+    torch.use_deterministic_algorithms(deterministic)
+    model, where = nn.Linear(8, 8), torch.arange(16) % 4
+    def step(x):
+        h = model(x).relu()
+        rows = h.new_zeros(4, 8).index_add(0, where, h)
+        rows = rows + h.new_zeros(4, 8).scatter_add(0, where[:, None].expand(16, 8), h)
+        rows = rows.index_put((where,), h, accumulate=True).relu()
+        order = where.cumsum(0)
+        best = rows.sum(1).cumsum(0).topk(2).indices
+        return h[best].sigmoid().sum() + rows.sigmoid().sum() + (h * order[:, None]).sum()
+    return step, (torch.ones(16, 8),)
+
+def routes_deterministically(): return routes(True)
 
 def has_kernels():
     model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Mish(), nn.RMSNorm(4))
@@ -187,6 +202,24 @@ def test_what_pytorch_does_on_cuda_alone(user_module, function, op, count):
     graph = capture_for(CaptureRequest(target=f"{user_module}:{function}", spec=device("l4")))
     ops = [made.name for made in graph.ops if made.phase == "forward" and made.name.endswith(op)]
     assert len(ops) >= count
+
+
+@cpu_build
+def test_ops_that_add_in_any_order_run_once(user_module):
+    """A row that is chosen by their result is the same when it is chosen again."""
+    spec = device("l4")
+    graph = capture_for(CaptureRequest(target=f"{user_module}:routes", spec=spec))
+    once = {op.name for op in graph.ops if not op.recomputable}
+    assert {"aten.index_add.default", "aten.scatter_add.default", "aten.cumsum.default"} <= once
+    assert once & {"aten.index_put.default", "aten._unsafe_index_put.default"}
+    assert not {"aten.relu.default", "aten.topk.default", "aten.addmm.default"} & once
+    counts = [op.recomputable for op in graph.ops if op.name == "aten.cumsum.default"]
+    assert sorted(counts) == [False, True]  # integers add to the same sum in any order
+    runs = Counter(step.op for step in plan(graph, "min").steps if isinstance(step, Compute))
+    assert all(runs[op.id] == 1 for op in graph.ops if not op.recomputable)
+
+    asked = CaptureRequest(target=f"{user_module}:routes_deterministically", spec=spec)
+    assert all(op.recomputable for op in capture_for(asked).ops)
 
 
 @pytest.fixture

@@ -308,7 +308,7 @@ def test_a_compiled_function_may_be_called_while_another_thread_traces():
 
     @waits.register_fake
     def _(x):
-        if fx._symbolic_trace._is_fx_tracing_flag and x.shape[0] == 7:
+        if fx._symbolic_trace.is_fx_tracing() and x.shape[0] == 7:
             reached.set()
             assert called.wait(60)
         return torch.empty_like(x)

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import sys
+import time
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from coop_plan import runtime
+from coop_plan.planner import plan
 from coop_plan.runtime.errors import OptionsError, PlanServerError
+from coop_plan.runtime.execute import find_plan
 from coop_plan.runtime.options import Options
 from tests.runtime.ranks import cache_with_extension, together
 from tests.runtime.test_distributed import Block
+from tests.support import make_graph
 
 pytest.importorskip("uvicorn")
 from coop_plan.client import client
@@ -119,6 +123,34 @@ def test_without_its_server_training_ends_or_plans_here(tmp_path, monkeypatch, n
     assert len({re.search(r"PLAN (\S+)", output)[1] for output in outputs}) == 1
     assert "planned here" in outputs[0]
     assert "planned here" not in outputs[1]
+
+
+@pytest.fixture
+def silent():
+    """The address of a server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("server", ["nobody", "silent"])
+def test_a_server_that_is_away_is_waited_for_once(server, request, monkeypatch, caplog):
+    """Until it answers, each further shape costs a second at most, and no line."""
+    monkeypatch.setattr(client.protocol, "WAIT_SECONDS", 1)
+    monkeypatch.setattr(client, "Client", functools.partial(client.Client, patience_seconds=4.0))
+    address = request.getfixturevalue(server)
+    options = Options.parse({"budget": "min", "server": address, "server_fallback": "local"})
+    graphs = [make_graph({0: ("input", size), 1: ("output", 8)}, [{"inputs": [0], "outputs": [1]}])
+              for size in range(8, 14)]  # fmt: skip
+    find_plan.plan_for(graphs[0], options)
+    began = time.monotonic()
+    for graph in graphs[1:]:
+        assert find_plan.plan_for(graph, options)[0].steps
+    assert time.monotonic() - began < 4 + 5 * 2
+    assert caplog.text.count("planned here") == 1
+    monkeypatch.setattr(client.Client.func, "check_alive", lambda *_: None)
+    monkeypatch.setattr(client.Client.func, "plan", lambda *_: plan(graphs[0], "min"))
+    find_plan.plan_for(graphs[0], options)
+    assert address not in find_plan._away
 
 
 @pytest.mark.parametrize("wrong", [{"server": 1}, {"server": "", "server_fallback": "maybe"}])

@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from coop_plan.runtime.capture import profiler
 from coop_plan.runtime.capture.cost_scaling import CostHistory
 from coop_plan.runtime.dynamic_shapes import specialize, symbolic_trace
 from coop_plan.runtime.execute import find_plan
+from coop_plan.runtime.torch_internals.dynamo import SETTINGS_OF_THREADS
 
 SIZES = [24, 24, 16, 24, 16, 7]
 """Batches of a run, with a short last one."""
@@ -254,9 +256,15 @@ def test_a_wrong_option_is_named():
         compiled(Net(), None, shapes="none")(torch.randn(8, 32))
 
 
-def test_ddp_is_not_split_into_graphs():
-    torch._dynamo.lookup_backend("coop")
-    assert torch._dynamo.config.optimize_ddp is False
+def test_settings_of_dynamo_hold_in_calls_alone_and_in_every_thread():
+    config = torch._dynamo.config
+    before = config.optimize_ddp, config.allow_rnn
+    step = torch.compile(Recurrent(nn.GRU), backend="coop", options={"budget": "90%"})
+    with ThreadPoolExecutor(1) as other:
+        other.submit(lambda: step(torch.randn(4, 8, 16)).backward()).result()
+    assert len(runtime.reports()) == 1
+    kept = before if SETTINGS_OF_THREADS else (False, True)
+    assert (config.optimize_ddp, config.allow_rnn) == kept
 
 
 @pytest.fixture

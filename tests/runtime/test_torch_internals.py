@@ -10,6 +10,7 @@ import inspect
 import re
 import threading
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,7 @@ def test_the_range_is_pyprojects(caplog, monkeypatch):
     assert project["optional-dependencies"]["torch"] == [f"torch>={oldest},<{beyond}"]
     torch_internals.warn_of_version()
     assert caplog.text == ""
-    for version in ("2.10.1", "2.14.0a0+git1", "3.0.0"):
+    for version in ("2.10.1", "2.16.0a0+git1", "3.0.0"):
         caplog.clear()
         monkeypatch.setattr(torch, "__version__", version)
         torch_internals.warn_of_version()
@@ -143,11 +144,19 @@ def compiled_graphs(function, *calls, **options):
 
 
 def test_dynamos_settings_can_be_set():
-    with assumed("torch._dynamo.config has optimize_ddp and allow_rnn"):
-        dynamo.prepare_dynamo()
-        assert torch._dynamo.config.optimize_ddp is False
-        assert torch._dynamo.config.allow_rnn is True
-    with assumed("torch.compile passes no backend_ctx_ctor on: now prepare_dynamo can be scoped"):
+    config = torch._dynamo.config
+    with assumed("torch._dynamo.config has optimize_ddp and allow_rnn, since 2.13 of a thread"):
+        before = config.optimize_ddp, config.allow_rnn
+        restore = dynamo.compile_whole_models()
+        assert (config.optimize_ddp, config.allow_rnn) == (False, True)
+        with ThreadPoolExecutor(1) as other:
+            elsewhere = other.submit(lambda: (config.optimize_ddp, config.allow_rnn)).result()
+        restore()
+        if dynamo.SETTINGS_OF_THREADS:
+            assert (config.optimize_ddp, config.allow_rnn) == elsewhere == before != (False, True)
+        else:
+            assert (config.optimize_ddp, config.allow_rnn) == elsewhere == (False, True)
+    with assumed("torch.compile passes no backend_ctx_ctor on: now nothing need be patched"):
 
         def backend(gm, inputs):
             return gm.forward
@@ -444,6 +453,12 @@ def test_facts_of_ops():
         assert ops.argument_names(aten.add.Tensor) == ["self", "other", "alpha"]
         text = ops.schema_text(aten.mkldnn_rnn_layer.default)
         assert text.startswith("aten::mkldnn_rnn_layer(Tensor input, Tensor weight0")
+    with assumed("an op's __call__ calls its C function"):
+        call = inspect.getsource(ops.OpOverload.__call__)
+        assert call.splitlines()[-1].strip() == "return self._op(*args, **kwargs)"
+        assert inspect.isbuiltin(ops.c_function(aten.add.Tensor))
+        assert ops.c_function(aten.add.Tensor)(torch.ones(1), other=torch.ones(1)) == 2
+        assert ops.c_function(len) is len
 
 
 def test_facts_of_tensors():
@@ -455,6 +470,11 @@ def test_facts_of_tensors():
         assert not ops.has_no_memory(x)
         assert ops.storage_key(x) == ops.storage_key(x[1:])
         assert ops.storage_key(x) != ops.storage_key(x.clone())
+        x.add_(1)
+        with torch.inference_mode():
+            made = torch.ones(1)
+        assert ops.tensor_versions([x, x.clone()]) == [1, 0]
+        assert ops.tensor_versions([3, x, None, made]) == [0, 1, 0, 0]
 
 
 def test_the_real_world_is_real():

@@ -12,6 +12,9 @@ PICKLE_START = b"\x80"
 CHAKRA = re.compile(rb"[\x05-\x7f]\n[\x03-\x7f]\d+\.\d+")
 """Start of a Chakra trace: the length of its metadata, and the version as their first field."""
 
+CHAKRA_FIELDS = {"attr", "dataDeps", "data_deps", "DataDeps", "NodeType", "durationMicros"}
+"""Fields of a node in JSON forms of Chakra traces, which PyTorch's own nodes do not have."""
+
 KINDS = {
     "graph": (
         "a coop-plan graph",
@@ -32,6 +35,10 @@ KINDS = {
     ),
     "Chakra trace": (
         "a Chakra trace in protobuf",
+        "give the JSON file of torch.profiler.ExecutionTraceObserver that it was converted from",
+    ),
+    "Chakra JSON": (
+        "a Chakra trace in JSON",
         "give the JSON file of torch.profiler.ExecutionTraceObserver that it was converted from",
     ),
     "archive": ("an archive", "unpack it and give one of its files"),
@@ -60,13 +67,20 @@ def _kind(data: bytes) -> str:
     if CHAKRA.match(data):
         return "Chakra trace"
     try:
-        document = json.loads(data)
+        text = data.decode().lstrip()
+        document, end = json.JSONDecoder().raw_decode(text)
+        rest = text[end:].lstrip()
+        if rest:  # one document after another: Chakra's metadata, then its nodes
+            document = [document, json.JSONDecoder().raw_decode(rest)[0]]
     except (ValueError, RecursionError):
         return ""
     return _kind_of_json(document)
 
 
 def _kind_of_json(document: Any) -> str:
+    nodes = document.get("nodes") if isinstance(document, dict) else document
+    if isinstance(nodes, list) and any(_is_chakra_node(node) for node in nodes[:10]):
+        return "Chakra JSON"
     if isinstance(document, list):
         events = [event for event in document[:10] if isinstance(event, dict)]
         return "Kineto trace" if any("ph" in event for event in events) else ""
@@ -78,3 +92,9 @@ def _kind_of_json(document: Any) -> str:
     if isinstance(document.get("traceEvents"), list):
         return "Kineto trace"
     return "execution trace" if isinstance(document.get("nodes"), list) else ""
+
+
+def _is_chakra_node(node: Any) -> bool:
+    if not isinstance(node, dict):
+        return False
+    return bool(CHAKRA_FIELDS & node.keys()) or str(node.get("type")).endswith("_NODE")

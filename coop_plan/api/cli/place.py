@@ -70,7 +70,13 @@ def place(
     check_drawable(plot)
     limit = None if capacity is None else parse_bytes(capacity)
     data, source = read_input(buffers)
-    given = read_buffers(_text(data, source), source, alignment)
+    try:
+        given = read_buffers(_text(data, source), source, alignment)
+    except InvalidInputError:
+        from coop_plan.api.cli.file_kinds import check_kind
+
+        check_kind(data, source, "CSV file of buffers")
+        raise
     lifetimes = given.lower, given.upper, given.size
     hinted = [i for i, hint in enumerate(given.hint) if hint >= 0]
     try:

@@ -82,8 +82,9 @@ def open_store_and_secret(store: str | None, store_key: str | None) -> tuple[str
     Machines that share a store need the same `store_key` file.
     """
     from coop_plan.api.service.open_graph_store import open_graph_store
+    from coop_plan.planner.cache_files import cache_dir, private_file
     from coop_plan.planner.plan_cache.open_store import in_redis, open_store
-    from coop_plan.planner.plan_cache.store import StoreError, cache_dir
+    from coop_plan.planner.plan_cache.store import StoreError
 
     address = store or str(cache_dir() / "plans.sqlite3")
     if in_redis(address):
@@ -97,6 +98,8 @@ def open_store_and_secret(store: str | None, store_key: str | None) -> tuple[str
         address = str(Path(address).absolute())
         key = Path(store_key or f"{address}.key")
     try:
+        if store is None:
+            private_file(Path(address))
         # Create both now: opening an existing store writes nothing, even on a full disk.
         open_store(address, b"").close()
         open_graph_store(address, 0).close()

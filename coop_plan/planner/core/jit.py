@@ -10,13 +10,23 @@ import hashlib
 import logging
 import os
 import sys
+import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import llvmlite.binding
+
+from coop_plan.planner.cache_files import (
+    UntrustedFileError,
+    cache_dir,
+    check_trusted,
+    continue_without,
+    private_folder,
+    shared_dir,
+)
 
 
 @contextlib.contextmanager
@@ -36,7 +46,15 @@ def _without(*names: str) -> Iterator[None]:
 # numba imports coverage.py and yaml in case they are needed, which costs 0.1 s.
 with _without("coverage", *(() if Path(".numba_config.yaml").exists() else ("yaml",))):
     import numba
-    from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache
+    from numba.core.caching import (
+        CompileResultCacheImpl,
+        FunctionCache,
+        IndexDataCacheFile,
+        InTreeCacheLocator,
+        NullCache,
+        UserProvidedCacheLocator,
+        UserWideCacheLocator,
+    )
     from numba.core.runtime import nrt
 
 log = logging.getLogger("coop-plan")
@@ -48,12 +66,130 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class _Folder:
+    """Cache folder of a kernel that no other user can write; numba asks each class in turn.
+
+    A folder that this process cannot write either, as of an image, has a kernel of these sources.
+    """
+
+    _mode = 0o755
+
+    def ensure_cache_path(self) -> None:
+        given: Any = self
+        folder, source = Path(given.get_cache_path()), Path(given._py_file)
+        if folder.is_dir():
+            check_trusted(folder)
+        else:
+            private_folder(folder, self._mode)
+        if not os.access(folder, os.W_OK):
+            digest = _sources(source.parent).encode()
+            indexes = folder.glob(f"{source.stem}.*-{given._lineno}.py*.nbi")
+            if not any(digest in index.read_bytes() for index in indexes):
+                raise PermissionError(f"{folder} cannot be written")
+
+
+class _NamedFolder(_Folder, UserProvidedCacheLocator):
+    """A folder in `NUMBA_CACHE_DIR`."""
+
+    def ensure_cache_path(self) -> None:
+        try:
+            super().ensure_cache_path()
+        except OSError as error:
+            continue_without(Path(self._cache_path), error)
+            raise
+
+
+class _SharedFolder(_Folder, UserWideCacheLocator):
+    """A folder in `COOP_SHARED_CACHE`."""
+
+    def __init__(self, function: Callable[..., Any], source: str) -> None:
+        self._py_file, self._lineno = source, function.__code__.co_firstlineno
+        folder = self.get_suitable_cache_subpath(source)  # type: ignore[no-untyped-call]
+        self._cache_path = str(self._base() / "kernels" / folder)
+
+    def _base(self) -> Path:
+        return shared_dir() or Path(os.devnull)
+
+    def ensure_cache_path(self) -> None:
+        try:
+            check_trusted(Path(self._cache_path), root_only=True)
+        except UntrustedFileError as error:
+            continue_without(self._base(), error)
+            raise
+        super().ensure_cache_path()
+
+
+class _SourceFolder(_Folder, InTreeCacheLocator):
+    """`__pycache__` beside the source."""
+
+
+class _OwnFolder(_SharedFolder):
+    """A folder in the user's cache."""
+
+    _mode = 0o700
+
+    def _base(self) -> Path:
+        return cache_dir()
+
+    def ensure_cache_path(self) -> None:
+        try:
+            private_folder(self._base())
+            _Folder.ensure_cache_path(self)
+        except OSError as error:
+            continue_without(self._base(), error)
+            raise
+
+
+class _Files(IndexDataCacheFile):
+    """Files of a kernel's cache: read if no other user could have written them."""
+
+    def _load_index(self) -> Any:
+        if not _trusted(self._index_path):
+            return {}
+        return super()._load_index()  # type: ignore[no-untyped-call]
+
+    def _load_data(self, name: str) -> Any:
+        path = str(Path(self._cache_path, name))
+        return super()._load_data(name) if _trusted(path) else None  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def _open_for_write(self, path: str) -> Iterator[Any]:
+        with tempfile.NamedTemporaryFile(dir=self._cache_path, delete=False) as file:
+            try:
+                os.fchmod(file.fileno(), 0o644)
+                yield file
+                file.flush()
+                Path(file.name).replace(path)
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
+
+
+def _trusted(path: str) -> bool:
+    """True if a file can be loaded; logs why another user's cannot."""
+    try:
+        check_trusted(Path(path))
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        continue_without(Path(path), error)
+        return False
+    return True
+
+
 class _Serializer(CompileResultCacheImpl):
     """numba's cache entry of a kernel, without empty environments.
 
     numba stores an environment for each function that was compiled in, and to load it imports that
     function's module. Compiled code uses only the constants of an environment.
     """
+
+    _locator_classes: ClassVar[list[type]] = [
+        _NamedFolder,
+        _SharedFolder,
+        _SourceFolder,
+        _OwnFolder,
+    ]
 
     def reduce(self, cres: Any) -> Any:
         *rest, environments = super().reduce(cres)  # type: ignore[no-untyped-call]
@@ -72,6 +208,12 @@ class _Cache(FunctionCache):
 
     _impl_class = _Serializer
 
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        impl: Any = self._impl
+        stamp = impl.locator.get_source_stamp()
+        self._cache_file = _Files(self._cache_path, impl.filename_base, stamp)  # type: ignore[no-untyped-call]
+
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         key = super()._index_key(sig, codegen)  # type: ignore[no-untyped-call]
         return (*key, _sources(Path(self._py_func.__code__.co_filename).parent))
@@ -81,7 +223,7 @@ class _Cache(FunctionCache):
         file: Any = self._cache_file
         try:
             name = file._load_index().get(self._index_key(sig, target_context.codegen()))
-            return name is not None and Path(file._data_path(name)).exists()
+            return name is not None and _trusted(file._data_path(name))
         except Exception:  # an index that cannot be read counts as empty
             return False
 
@@ -92,11 +234,19 @@ class _Cache(FunctionCache):
             with self._guard_against_spurious_io_errors():
                 found = self._load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except Exception:
-            self.flush()  # type: ignore[no-untyped-call]
+            with contextlib.suppress(OSError):
+                self.flush()  # type: ignore[no-untyped-call]
             found = None
         if found is None:
             log_compilation()
         return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """As numba's; a kernel that cannot be kept is used."""
+        try:
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+        except OSError as error:
+            continue_without(Path(self._cache_path), error)
 
 
 class _MachineCodeSerializer(_Serializer):

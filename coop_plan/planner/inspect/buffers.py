@@ -22,6 +22,7 @@ the workspace of a run, and the last buffer of an output of the step.
 """
 
 Engine = Literal["compute", "offload", "prefetch", "wait"]
+ENGINES: tuple[Engine, ...] = get_args(Engine)
 
 
 @dataclass

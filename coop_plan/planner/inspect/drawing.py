@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from coop_plan.planner.inspect.buffers import KINDS, PlanView, replay_plan
+from coop_plan.planner.inspect.buffers import ENGINES, KINDS, PlanView, replay_plan
 from coop_plan.planner.inspect.explain import tensor_name
 from coop_plan.schemas import Graph, Plan
 
@@ -12,7 +12,8 @@ def drawing(graph: Graph, plan: Plan, title: str = "") -> dict[str, Any]:
 
     `map` has columns per rectangle: offset, size (bytes), begin, end (moments), kind (index in
     `KINDS`), op and tensor (positions, −1 for none); and per moment: live bytes of the arena, bytes
-    of outputs outside it, start in µs. `resident` lists (kind, bytes).
+    of outputs outside it, engine (index in `ENGINES`), start and end in µs, and the position of the
+    op that runs then or ran last. `resident` lists (kind, bytes).
     """
     figures = {name: value for name, value in plan.to_dict().items() if name != "steps"}
     return {
@@ -35,7 +36,10 @@ def _map(graph: Graph, plan: Plan, view: PlanView) -> dict[str, Any]:
         "live": view.live,
         "outside": view.outside,
         "resident": [[kind, size] for kind, size in view.resident.items()],
+        "engine": [ENGINES.index(moment.engine) for moment in view.moments],
+        "runs": _latest_runs(view),
         "begin_us": [round(moment.begin_us, 3) for moment in view.moments],
+        "done_us": [round(moment.end_us, 3) for moment in view.moments],
         "end_us": max((moment.end_us for moment in runs), default=0.0),
         "peak": view.peak,
         "arena": plan.arena_bytes,
@@ -44,10 +48,18 @@ def _map(graph: Graph, plan: Plan, view: PlanView) -> dict[str, Any]:
     }
 
 
+def _latest_runs(view: PlanView) -> list[int]:
+    runs: list[int] = []
+    for moment in view.moments:
+        runs.append(moment.op if moment.op >= 0 or not runs else runs[-1])
+    return runs
+
+
 def graph_columns(graph: Graph) -> dict[str, list[str]]:
     """The columns of a map that depend on the graph only."""
     return {
         "names": [tensor_name(graph, t) for t in range(len(graph.tensors))],
         "ops": [op.name for op in graph.ops],
         "sources": [op.source for op in graph.ops],
+        "phases": [op.phase for op in graph.ops],
     }

@@ -100,24 +100,61 @@ def without_password(address: str) -> str:
     return f"{scheme}://{place.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
 
 
-def cache_dir() -> Path:
-    """Folder of caches: `coop-plan` in `$XDG_CACHE_HOME`, by default in `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "coop-plan"
+class ForeignTablesError(sqlite3.DatabaseError):
+    """A database has tables of our names that are not ours."""
+
+
+def create_tables(connection: sqlite3.Connection, statements: Sequence[str]) -> None:
+    """Execute `create` statements in a new database, and check the tables of an older one.
+
+    Raises:
+        ForeignTablesError: a table of the same name has another definition.
+    """
+    parts = [statement.split(" ", 2) for statement in statements]
+    names = [definition.split(" ", 1)[0] for _, _, definition in parts]
+    query = "select name, sql from sqlite_master where sql is not null"
+    found = dict(connection.execute(query).fetchall())
+    if found.keys().isdisjoint(names):
+        created = (f"create {kind} if not exists {definition};" for _, kind, definition in parts)
+        connection.executescript(f"begin immediate; {' '.join(created)} commit")
+        found = dict(connection.execute(query).fetchall())
+    for name, statement in zip(names, statements, strict=True):
+        if found.get(name, "").lower() != statement:
+            raise ForeignTablesError(f"its table {name} is not of a cache of this version")
+
+
+TABLES = (
+    (
+        "create table answer (key text not null, slot integer not null, record blob not null,"
+        " bytes integer not null, used integer not null, primary key (key, slot))"
+    ),
+    "create index by_use on answer (used, bytes)",
+    (
+        "create table family (name text not null, measure not null, key text not null,"
+        " primary key (name, key)) without rowid"
+    ),
+)
 
 
 class SqliteStore:
     """Plan store in one SQLite file, shared by threads and processes.
 
     With `wal` readers and a writer do not wait for each other; without it, the file is readable in
-    a read-only folder. Above `max_bytes` of records the least recently used are deleted.
+    a read-only folder. Above `max_bytes` of records the least recently used are deleted. A lock of
+    another process is waited for `lock_seconds`.
 
     Raises:
         StoreError: the file cannot be opened or is not a plan store.
     """
 
     def __init__(
-        self, path: Path, *, wal: bool = True, secret: bytes = b"", max_bytes: int = 1 << 30
+        self,
+        path: Path,
+        *,
+        wal: bool = True,
+        secret: bytes = b"",
+        max_bytes: int = 1 << 30,
+        lock_seconds: float = 10.0,
     ) -> None:
         self._lock = threading.Lock()
         self._path, self.secret, self._max_bytes = path, secret, max_bytes
@@ -125,11 +162,12 @@ class SqliteStore:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(
-                path, timeout=10, check_same_thread=False, isolation_level=None
+                path, timeout=lock_seconds, check_same_thread=False, isolation_level=None
             )
             try:
                 self._create(wal)
-                self._connection.execute(f"pragma busy_timeout={WRITE_MS}")
+                limit = min(WRITE_MS, int(lock_seconds * 1000))
+                self._connection.execute(f"pragma busy_timeout={limit}")
             except sqlite3.Error:
                 self._connection.close()
                 raise
@@ -139,19 +177,10 @@ class SqliteStore:
     def _create(self, wal: bool) -> None:
         if wal:
             self._connection.execute("pragma journal_mode=wal")
-        found = self._connection.execute("select 1 from sqlite_master where name = 'family'")
-        if found.fetchone() is None:
-            self._connection.executescript(
-                "begin immediate;"
-                "drop table if exists plan;"  # of versions before 0.2, whose plans have other keys
-                "create table if not exists answer (key text not null, slot integer not null,"
-                " record blob not null, bytes integer not null, used integer not null,"
-                " primary key (key, slot));"
-                "create index if not exists by_use on answer (used, bytes);"
-                "create table if not exists family (name text not null, measure not null,"
-                " key text not null, primary key (name, key)) without rowid;"
-                "commit"
-            )
+        found = "select 1 from sqlite_master where name = 'plan'"  # of versions before 0.2
+        if self._connection.execute(found).fetchone() is not None:
+            self._connection.execute("drop table plan")
+        create_tables(self._connection, TABLES)
 
     def get(self, key: str) -> list[Record]:
         """The records of a key, oldest first; damaged ones are deleted."""

@@ -6,9 +6,10 @@ The format is that of the service's plan cache, in a file of its own. Plans are 
 from contextlib import closing
 from pathlib import Path
 
+from coop_plan.planner.cache_files import cache_dir
 from coop_plan.planner.plan_cache.record import StoredPlan
-from coop_plan.planner.plan_cache.store import SqliteStore, cache_dir, planner_version
-from coop_plan.runtime.cache.files import tolerate_failures
+from coop_plan.planner.plan_cache.store import SqliteStore, planner_version
+from coop_plan.runtime.cache.files import LOCK_SECONDS, open_private, tolerate_failures
 from coop_plan.runtime.options import Options
 from coop_plan.schemas import Graph, Plan, cost_signature, fingerprint
 
@@ -38,7 +39,8 @@ def store(key: str, graph: Graph, plan: Plan) -> None:
 
 
 def _open() -> closing[SqliteStore]:
-    return closing(SqliteStore(_path(), wal=False))
+    open_private(_path())
+    return closing(SqliteStore(_path(), wal=False, lock_seconds=LOCK_SECONDS))
 
 
 def _path() -> Path:

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from coop_plan.planner.plan_cache.store import cache_dir
-from coop_plan.runtime.cache.files import tolerate_failures
+from coop_plan.planner.cache_files import cache_dir
+from coop_plan.planner.plan_cache.store import create_tables
+from coop_plan.runtime.cache.files import LOCK_SECONDS, open_private, tolerate_failures
 
 MEASURING_SOURCES = (
     "op_profile.py",
@@ -31,8 +32,7 @@ MEASURING_SOURCES = (
 )
 """Source files of the runtime that determine profiles and checks; their digest is in the key."""
 
-LOCK_SECONDS = 5.0
-"""Time that a session waits for another process's write."""
+TABLE = "create table profile (key text primary key, record text not null) without rowid"
 
 
 class ProfileCache:
@@ -47,12 +47,9 @@ class ProfileCache:
         self._environment = json.dumps([_source_digest(), _processor(), _settings()])
         self._connection: sqlite3.Connection | None = None
         with self._disable_on_error():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            open_private(path)
             self._connection = sqlite3.connect(path, timeout=LOCK_SECONDS)
-            self._connection.execute(
-                "create table if not exists profile"
-                " (key text primary key, record text not null) without rowid"
-            )
+            create_tables(self._connection, [TABLE])
 
     def get(self, signature: str) -> str | None:
         """The record of a signature, if there is one."""

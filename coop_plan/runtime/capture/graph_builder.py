@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from coop_plan.runtime.capture.nondeterminism import may_differ
 from coop_plan.runtime.capture.op_replacements import original_of, replacement_of
 from coop_plan.runtime.capture.profiler import fake_values, profile_op
 from coop_plan.runtime.capture.source_locations import source_of
@@ -247,7 +248,9 @@ class GraphBuilder:
                 "outputs": fresh,
                 "cost_us": profile.cost_us,
                 "workspace_bytes": profile.workspace_bytes,
-                "recomputable": collective is None and not is_check(node),
+                "recomputable": collective is None
+                and not is_check(node)
+                and not may_differ(node, self.device),
                 "rng": is_random(node),
                 "inplace": inplace,
                 "source": source_of(node),

@@ -18,7 +18,15 @@ from types import ModuleType
 
 import torch
 
-from coop_plan.planner.plan_cache.store import cache_dir
+from coop_plan.planner.cache_files import (
+    cache_dir,
+    check_trusted,
+    continue_without,
+    file_lock,
+    private_folder,
+    reason_of,
+    shared_dir,
+)
 from coop_plan.runtime.errors import BuildError
 
 SOURCE = Path(__file__).with_name("arena.cpp")
@@ -26,6 +34,12 @@ HEADERS = tuple(
     Path(__file__).with_name(name) for name in ("arena.h", "accounting.h", "allocator_hook.h")
 )
 NAME = "coop_plan_arena"
+COMPILE_SECONDS = 300.0
+"""Time that a process waits for another one's compilation."""
+
+COMPILE_BYTES = 16 << 20
+"""Bytes that a compilation may write."""
+
 _LIBRARY_PATHS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 log = logging.getLogger("coop-plan")
@@ -77,22 +91,31 @@ def compiled(
     flags = ["-O2", "-std=c++20", "-shared", "-fPIC", "-Wno-attributes"]
     flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     flags += _node_pointer(torch_dir / "include")
+    system = (torch.__version__, sys.version, sysconfig.get_platform(), flags, link)
     texts = [path.read_bytes() for path in (source, *headers)]
-    key = hashlib.sha256(
-        b"\0".join([*texts, repr((torch.__version__, sys.version, flags, link)).encode()])
-    ).hexdigest()[:24]
+    key = hashlib.sha256(b"\0".join([*texts, repr(system).encode()])).hexdigest()[:24]
     include_dirs = [include, torch_dir / "include", *{path.parent for path in headers}]
     flags += [f"-I{folder}" for folder in include_dirs]
     link_flags = [f"-L{torch_dir / 'lib'}", *(f"-l{lib}" for lib in link)]
-    library = cache_dir() / key / f"{name}.so"
+    shared = shared_dir()
+    for library in sorted(shared.glob(f"{key}-*/{name}.so")) if shared else ():
+        if _is_usable(library, root_only=True):
+            return library
+    folder = cache_dir() / f"{key}-{_compiler_version()}"
     try:
-        if not _is_intact(library):
-            library.parent.mkdir(parents=True, exist_ok=True)
-            _compile(source, library, flags, link_flags)
+        private_folder(cache_dir())
+        if not _compiler_version():  # as in an image: a library of any compiler
+            folder = next(
+                (found.parent for found in cache_dir().glob(f"{key}-*/{name}.so")), folder
+            )
+        library = private_folder(folder) / f"{name}.so"
+        waiting = f"waiting for another process that compiles {name}"
+        with file_lock(library.with_suffix(".lock"), COMPILE_SECONDS, waiting):
+            if not _is_usable(library):
+                _compile(source, library, flags, link_flags)
     except OSError as error:
-        log.warning("continuing without the cache %s: %s", library.parent, error)
-        library = Path(_process_folder(), f"{name}.so")
-        _compile(source, library, flags, link_flags)
+        continue_without(folder, error)
+        return _compiled_for_process(source, name, flags, link_flags, error)
     return library
 
 
@@ -105,11 +128,18 @@ def _node_pointer(include: Path) -> list[str]:
     return ["-DCOOP_NODE_INTRUSIVE"] if "c10::intrusive_ptr<Node> cdata;" in text else []
 
 
-def _is_intact(library: Path) -> bool:
-    """True if a library matches its digest; loading a truncated one would kill the process."""
+def _is_usable(library: Path, *, root_only: bool = False) -> bool:
+    """True if no other user could have written a library, and it matches its digest.
+
+    The digest shows damage: loading a truncated library would kill the process.
+    """
     try:
+        check_trusted(library, root_only=root_only)
         return _digest_file(library).read_bytes() == _digest_of(library.read_bytes()).encode()
     except FileNotFoundError:
+        return False
+    except OSError as error:
+        continue_without(library, error)
         return False
 
 
@@ -121,21 +151,73 @@ def _digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def _compiled_for_process(
+    source: Path, name: str, flags: list[str], link: list[str], failure: OSError
+) -> Path:
+    """A library of this process alone, where the cache failed."""
+    failures = [failure]
+    for base in _temporary_folders():
+        try:
+            library = Path(_process_folder(base), f"{name}.so")
+            _compile(source, library, flags, link)
+        except OSError as error:
+            failures.append(error)
+        else:
+            return library
+    reasons = [f"{each.filename or ''} {reason_of(each)}".strip() for each in failures]
+    raise BuildError(
+        f"{source.name} cannot be compiled, as no folder can be written: {'; '.join(reasons)}"
+    )
+
+
+def _temporary_folders() -> list[str]:
+    return [*dict.fromkeys([tempfile.gettempdir(), "/dev/shm"])]  # noqa: S108
+
+
 @functools.cache
-def _process_folder() -> str:
+def _process_folder(base: str) -> str:
     """A temporary folder, removed when the process ends."""
-    folder = tempfile.TemporaryDirectory(prefix="coop-plan-")
+    folder = tempfile.TemporaryDirectory(prefix="coop-plan-", dir=base)
     atexit.register(folder.cleanup)
     return folder.name
 
 
-def _compile(source: Path, library: Path, flags: list[str], link: list[str]) -> None:
+def _compiler() -> list[str]:
+    """Command of the C++ compiler; empty if there is none.
+
+    Raises:
+        BuildError: `CXX` is not a command.
+    """
     setting = os.environ.get("CXX", "")
     try:
-        compiler = shlex.split(setting)  # "ccache g++" is usual
+        command = shlex.split(setting)  # "ccache g++" is usual
     except ValueError as error:
         raise BuildError(f"CXX={setting} is not a command: {error}") from None
-    compiler = compiler or [found for name in ("g++", "c++") if (found := shutil.which(name))][:1]
+    return command or [found for name in ("g++", "c++") if (found := shutil.which(name))][:1]
+
+
+def _compiler_version() -> str:
+    """Digest of the compiler's version and platform; empty if there is no compiler."""
+    command = _compiler()
+    if not command or shutil.which(command[0]) is None:
+        return ""
+    return _version_of(tuple(command))
+
+
+@functools.cache
+def _version_of(command: tuple[str, ...]) -> str:
+    asked = subprocess.run([*command, "--version"], capture_output=True, check=False)  # noqa: S603
+    return _digest_of(b"\0".join([repr(command).encode(), asked.stdout]))[:8]
+
+
+def _compile(source: Path, library: Path, flags: list[str], link: list[str]) -> None:
+    """Compile a library in a temporary folder beside it, and rename it.
+
+    Raises:
+        BuildError: as `arena` does.
+        OSError: the folder cannot be written.
+    """
+    compiler = _compiler()
     if not compiler or shutil.which(compiler[0]) is None:
         raise BuildError(
             f"no C++ compiler found{f': CXX is {shlex.join(compiler)}' if compiler else ''}: the"
@@ -151,15 +233,34 @@ def _compile(source: Path, library: Path, flags: list[str], link: list[str]) -> 
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled_file = Path(folder) / library.name
         command = [*compiler, *flags, str(source), "-o", str(compiled_file), *link]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+        environment = os.environ | {"TMPDIR": folder}
+        result = subprocess.run(  # noqa: S603
+            command, capture_output=True, text=True, check=False, env=environment
+        )
         if result.returncode != 0:
+            _check_space(library.parent)
             first = next(
                 (line for line in result.stderr.splitlines() if "error" in line), result.stderr
             )
             raise BuildError(
                 f"{source.name} did not compile with {shlex.join(compiler)}: {first.strip()}"
             )
+        compiled_file.chmod(0o600)  # the linker's mode is of the umask
         digest = _digest_file(compiled_file)
         digest.write_text(_digest_of(compiled_file.read_bytes()))
+        digest.chmod(0o600)
         compiled_file.replace(library)
         digest.replace(_digest_file(library))
+
+
+def _check_space(folder: Path) -> None:
+    """Raise the error of a folder without the space that a compilation needs.
+
+    The compiler's own message of a full disk depends on its version and the language.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(COMPILE_BYTES))
+    except OSError as error:
+        error.filename = str(folder)
+        raise

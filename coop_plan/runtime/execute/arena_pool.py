@@ -27,6 +27,9 @@ class ArenaPool:
         self._options = options
         self.recorder = IterationRecorder(options)
         self._arenas: list[Memory] = []
+        self._entering = False
+        self._owners: dict[int, weakref.ref[Any]] = {}
+        self._calls: dict[int, int] = {}
         with _lock:
             _all.add(self)
 
@@ -42,10 +45,41 @@ class ArenaPool:
         Returns:
             True if it runs the joint plan of the iteration, which it then has.
         """
+        with _lock:
+            self._entering = True
         compiled = self.recorder.forward(invocation, step, call, inputs)
         if compiled is not None:
             invocation.use_plan(compiled)
         return compiled is not None
+
+    def entered(self, owner: object) -> None:
+        """Note that an invocation began, and the parameter `owner` that its step has, if any.
+
+        When the parameters of all steps are gone, the arenas are released: Dynamo keeps the steps
+        of a model that was deleted.
+        """
+        self._entering = False
+        if owner is None:
+            return
+        key = id(owner)
+        if key not in self._owners:
+            pool = weakref.ref(self)
+            self._owners[key] = weakref.ref(owner, lambda _: _owner_died(pool, key))
+        self._calls[key] = self._calls.get(key, 0) + 1
+
+    def release_after(self, owner: int) -> None:
+        """Release the arenas if the parameter `owner`, which died, was the last one.
+
+        The lock may be held by this thread, which the garbage collector interrupts.
+        """
+        self._owners.pop(owner, None)
+        repeated = self._calls.pop(owner, 0) > 1  # others are made for each call
+        if repeated and not self._owners and _lock.acquire(blocking=False):
+            try:
+                if not (self._entering or any(f.owner is self for f in live_invocations())):
+                    self.release_idle()
+            finally:
+                _lock.release()
 
     def place(self, invocation: Invocation, *, in_joint_plan: bool) -> bool:
         """Assign an arena to a new invocation; returns whether its counters start at zero."""
@@ -104,6 +138,12 @@ class ArenaPool:
             self.recorder = IterationRecorder(self._options)
         busy = {id(invocation.memory) for invocation in invocations}
         self._arenas = [memory for memory in self._arenas if id(memory) in busy]
+
+
+def _owner_died(pool: "weakref.ref[ArenaPool]", owner: int) -> None:
+    found = pool()
+    if found is not None:
+        found.release_after(owner)
 
 
 _all: "weakref.WeakSet[ArenaPool]" = weakref.WeakSet()

@@ -9,15 +9,10 @@ from coop_plan.runtime.capture.graph_builder import device_of
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Slots
-from coop_plan.runtime.execute.lower_to_fx import (
-    INVOCATION,
-    OCCURRENCE,
-    SharedPlaces,
-    shared_places,
-    split,
-)
+from coop_plan.runtime.execute.lower_to_fx import OCCURRENCE, SharedPlaces, shared_places, split
 from coop_plan.runtime.execute.plan_index import PlanIndex
 from coop_plan.runtime.execute.rng_state import Generator, default_generator
+from coop_plan.runtime.execute.straight_line import straight_line
 from coop_plan.runtime.execute.transfers import TransferProgram, TransferRunner
 from coop_plan.runtime.gradients.capture_adjust import GRADIENT_SINKS, accumulate, hand_over
 from coop_plan.schemas import Compute, Plan
@@ -113,7 +108,7 @@ class CompiledPlan:
 
         Each op enters its arena slots first; random ops save or restore their generator's state.
         """
-        invocation = _boxed(graph)
+        invocation = graph.find_nodes(op="placeholder")[0]
         kind: bool | None = None
         for node in list(graph.nodes):
             number = node.meta.get(OCCURRENCE)
@@ -133,29 +128,7 @@ class CompiledPlan:
             if op in self.replayed and again:
                 with graph.inserting_after(node):
                     graph.call_method("resume_generator", (invocation,))
-        code: Callable[..., Any] = fx.GraphModule(module, graph).forward
-        return code
-
-
-def _boxed(graph: fx.Graph) -> fx.Node:
-    """Let the code take its inputs out of one list; returns the invocation's node."""
-    invocation: fx.Node
-    invocation, *inputs = graph.find_nodes(op="placeholder")
-    assert invocation.name == INVOCATION
-    with graph.inserting_after(inputs[-1] if inputs else invocation):
-        box = graph.placeholder("box")
-    after = box
-    for i, node in enumerate(inputs):
-        with graph.inserting_after(after):
-            after = graph.call_function(_take, (box, i))
-        node.replace_all_uses_with(after)
-        graph.erase_node(node)
-    return invocation
-
-
-def _take(box: list[Any], position: int) -> Any:
-    value, box[position] = box[position], None
-    return value
+        return straight_line(graph, module)
 
 
 def _final_gradients(captured: Captured, index: PlanIndex) -> dict[int, int]:

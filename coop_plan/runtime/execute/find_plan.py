@@ -16,6 +16,12 @@ log = logging.getLogger("coop-plan")
 RESIZABLE = "coop-offline"
 """The default method. Another one was requested by name, so its plans are not rescaled."""
 
+AWAY_SECONDS = 1.0
+"""Time to retry a server that did not answer last time."""
+
+_away: set[str] = set()
+"""Servers that did not answer last time."""
+
 
 def plan_for(
     graph: Graph, options: Options, *, raised: str = "", history: ShapeHistory | None = None
@@ -82,14 +88,20 @@ def _from_server(
     except ModuleNotFoundError as error:
         message = f"option 'server' needs {error.name}: pip install 'coop-plan[client]'"
         raise OptionsError(message) from None
+    away = server in _away
+    _away.discard(server)
     try:
-        with Client(server) as client:
+        with Client(server, **({"patience_seconds": AWAY_SECONDS} if away else {})) as client:
+            if away:
+                client.check_alive(AWAY_SECONDS)
             return _or_smallest(client.plan, graph, options, raised, history)
     except ServerAwayError as error:
         if options.server_fallback == "error":
             message = f'{error}; with server_fallback="local" the step is planned here'
             raise PlanServerError(message) from None
-        log.warning("%s; the step is planned here (server_fallback)", str(error))
+        if not away:
+            log.warning("%s; steps are planned here (server_fallback) until it answers", str(error))
+        _away.add(server)
         return None
     except ServerError as error:
         raise PlanServerError(f"{server}: {error}") from None

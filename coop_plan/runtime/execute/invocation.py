@@ -19,7 +19,7 @@ from coop_plan.runtime.errors import StepSpentError
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.rng_state import Generator
 from coop_plan.runtime.torch_internals.autograd import accumulate_gradient
-from coop_plan.runtime.torch_internals.ops import tensor_version
+from coop_plan.runtime.torch_internals.ops import tensor_versions
 
 _numbers = itertools.count()
 _invocations: "dict[int, Invocation]" = {}
@@ -108,7 +108,7 @@ class Invocation:
             value.detach() if isinstance(value, torch.Tensor) and i not in leaves else value
             for i, value in enumerate(inputs)
         ]
-        self._versions = [version_of(value) for value in self.inputs]
+        self._versions = tensor_versions(self.inputs)
 
     def keep_saved(self, saved: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Keep the saved tensors of the forward; some are inputs or outputs."""
@@ -118,8 +118,8 @@ class Invocation:
             for value, at in zip(saved, self.compiled.saved_inputs, strict=True)
         ]
         self._saved_versions = [
-            version_of(value) if at is None else self._versions[at]
-            for value, at in zip(kept, self.compiled.saved_inputs, strict=True)
+            version if at is None else self._versions[at]
+            for version, at in zip(tensor_versions(kept), self.compiled.saved_inputs, strict=True)
         ]
         self.saved = kept  # from here on the invocation waits
 
@@ -154,13 +154,14 @@ class Invocation:
         Raises:
             RuntimeError: one was, with autograd's message.
         """
-        for value, expected in zip(saved, self._saved_versions, strict=True):
-            if version_of(value) != expected:
+        versions = tensor_versions(saved)
+        for value, found, expected in zip(saved, versions, self._saved_versions, strict=True):
+            if found != expected:
                 self.memory = None
                 raise RuntimeError(
                     f"one of the variables needed for the backward of '{self.name}' has been"
                     f" modified by an inplace operation: {_described(value)} is at version"
-                    f" {version_of(value)}, expected version {expected}"
+                    f" {found}, expected version {expected}"
                 )
 
     @contextmanager
@@ -170,8 +171,9 @@ class Invocation:
         Raises:
             StepSpentError: an input of the forward was overwritten since.
         """
+        versions = tensor_versions(self.inputs)
         for at in self.compiled.inputs_read:
-            if version_of(self.inputs[at]) != self._versions[at]:
+            if versions[at] != self._versions[at]:
                 raise StepSpentError(
                     f"the forward of '{self.name}' would have to run again before its backward,"
                     f" because {self.rerun_reason}, but an input of it has been modified by an"
@@ -249,8 +251,3 @@ def live_invocations() -> list[Invocation]:
 
 def _described(value: torch.Tensor) -> str:
     return f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
-
-
-def version_of(value: object) -> int:
-    """Autograd's version counter of a tensor; 0 for other objects."""
-    return tensor_version(value) if isinstance(value, torch.Tensor) else 0

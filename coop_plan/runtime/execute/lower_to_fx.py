@@ -18,13 +18,14 @@ from torch import fx
 from coop_plan.runtime.capture.graph_builder import GETITEM, SNAPSHOT, tensor_args
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.execute.plan_index import Buffer, PlanIndex
+from coop_plan.runtime.execute.straight_line import INVOCATION
 from coop_plan.runtime.torch_internals.fakes import FakeTensor
 from coop_plan.runtime.torch_internals.joint_graphs import (
     SavedForBackwardsAOTOutput,
     is_primal,
     is_tangent,
 )
-from coop_plan.runtime.variants.inplace_outputs import run_into
+from coop_plan.runtime.variants.inplace_outputs import into
 from coop_plan.schemas import Compute, Free, Offload, Plan, Prefetch, TensorRead, Wait, Write
 
 Source = tuple[str, Any]
@@ -32,9 +33,6 @@ Source = tuple[str, Any]
 
 OCCURRENCE = "coop_occurrence"
 """Key in `node.meta`: the number of the op occurrence among the plan's compute steps."""
-
-INVOCATION = "invocation"
-"""Name of the first input."""
 
 
 @dataclass(frozen=True)
@@ -237,8 +235,7 @@ class _Half:
             places = [
                 self._resolve(over[i], bind) if i in over else None for i in range(max(over) + 1)
             ]
-            copy.args = (target, places, *copy.args)
-            copy.target = run_into
+            copy.target, copy.args, copy.kwargs = into(target, places, copy.args, copy.kwargs)
         copy.meta[OCCURRENCE] = number
         if not step.writes:  # its result is no tensor of the plan
             self.placed[node] = copy

@@ -139,6 +139,7 @@ class PlannedStep:
                 invocation.transfers.begin(invocation.memory)
             invocation.mark_overlap()
             handle = invocation.make_handle()
+            pool.entered(next((inputs[i] for i in self._parameters), None))
             with self._running(invocation, fresh=fresh):
                 inputs += [inputs[i].clone() for i in self._copied]
                 invocation.keep_inputs(inputs, self._parameters)
@@ -234,7 +235,7 @@ class PlannedStep:
             pool_of(invocation).allocate(invocation)
             if invocation.transfers is not None:
                 invocation.transfers.begin(invocation.memory)
-            with self._running(invocation, fresh=True), torch.no_grad():
+            with self._running(invocation, fresh=True):
                 made = invocation.compiled.forward(invocation, [*invocation.inputs])
         invocation.keep_saved(made[self._outputs :], made[: self._outputs])
         saved = take_saved(invocation)
@@ -254,7 +255,7 @@ class PlannedStep:
             if self._clock is not None and fresh:
                 self._clock.begin()
             try:
-                with untried:
+                with untried, torch.no_grad():
                     yield
             finally:
                 invocation.resume_generator()

@@ -19,8 +19,8 @@ from coop_plan.runtime.offline_capture.roofline import Roofline
 from coop_plan.runtime.torch_internals.dynamo import (
     TorchDynamoException,
     allow_output_capturing_hooks,
+    compile_whole_models,
     ignore_once_loggers,
-    prepare_dynamo,
     reset_dynamo,
     suppress_duplicate_reports,
 )
@@ -170,7 +170,6 @@ def capture(
     backend = aot_autograd(
         fw_compiler=refuse, bw_compiler=refuse, inference_compiler=refuse, partition_fn=partition
     )
-    prepare_dynamo()
     ignore_once_loggers()
     allow_output_capturing_hooks()
     reset_dynamo()
@@ -179,6 +178,7 @@ def capture(
         with as_eager():
             return backend(module, inputs)
 
+    restore = compile_whole_models()
     try:
         compiled: Any = torch.compile(step, backend=traced, fullgraph=True, dynamic=False)
         with suppress_duplicate_reports():
@@ -186,6 +186,8 @@ def capture(
     except (TorchDynamoException, TypeError) as error:  # TypeError: wrong arguments
         if not found:
             raise CaptureError(f"'{name}' cannot be captured: {explain_failure(error)}") from None
+    finally:
+        restore()
     if not found:
         raise CaptureError(f"'{name}' was not captured: it runs no PyTorch op on tensors")
     return found[0]

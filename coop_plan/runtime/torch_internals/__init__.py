@@ -7,6 +7,12 @@ Two assumptions are in C++. `device/arena.cpp`: an allocator given to `c10::SetC
 priority 1 serves all memory of tensors on the CPU, by `allocate` or by `raw_allocate`.
 `device/allocator_hook.h`: PyTorch's CUDA allocator is an `at::Allocator` with a virtual table of
 the Itanium ABI, and allocates tensors by its entry `allocate`.
+
+Names that 2.14 made public replace nothing as long as 2.13 is supported, since both ways would
+stay. `torch.autograd.graph.node_creation_hook` calls Python for every node, where `recorded_nodes`
+reads a counter. The hooks of `torch.cuda.graphs` tell the end of a graph, after which a block of
+`device.cuda` could be freed. `torch.cuda.memory._annotate_tensor` labels allocations of PyTorch's
+allocator alone, of which an arena is one.
 """
 
 import logging
@@ -16,7 +22,7 @@ import torch
 log = logging.getLogger("coop-plan")
 
 
-SUPPORTED = ((2, 11), (2, 14))
+SUPPORTED = ((2, 11), (2, 16))
 """Tested versions of PyTorch: from the first one, up to but not including the second."""
 
 

@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import partial
 from types import CodeType, FrameType
 from typing import Any, cast
@@ -24,19 +25,24 @@ __all__ = ["TorchDynamoException", "TorchRuntimeError"]
 log = logging.getLogger("coop-plan")
 
 
-def prepare_dynamo() -> None:
-    """Configure Dynamo, in this thread, to compile whole models.
+_config: Any = torch._dynamo.config
+_change_settings = _config._make_closure_patcher(optimize_ddp=False, allow_rnn=True)
+
+SETTINGS_OF_THREADS = isinstance(_config._config["allow_rnn"].user_override, ContextVar)
+"""True if Dynamo's settings belong to a thread (utils/_config_module.py:351); not in 2.11."""
+
+
+def compile_whole_models() -> Callable[[], None]:
+    """Let Dynamo compile whole models, in this thread; returns a function that ends it.
 
     DDPOptimizer would split a model into graphs that no budget can bound together, and without
-    `allow_rnn` a recurrent layer is a graph break. Neither can be set for one `torch.compile`: both
-    are read before the backend is called (_dynamo/convert_frame.py:2600,
-    _dynamo/variables/builder.py:2463), and `torch._TorchCompileWrapper` does not forward a
-    backend's own context, `backend_ctx_ctor` (_dynamo/eval_frame.py:1772, __init__.py:2540).
+    `allow_rnn` a recurrent layer is a graph break. Dynamo reads both before it calls the backend
+    (_dynamo/convert_frame.py:2600, _dynamo/variables/builder.py:2463), so they are set around each
+    call of a compiled function. Settings that all threads share are kept: another thread may be
+    compiling at the end of the call.
     """
-    torch._dynamo.config.optimize_ddp = False
-    torch._dynamo.config.allow_rnn = True
-    _make_tracing_flag_thread_local()
-    log.debug("torch._dynamo.config: optimize_ddp = False, allow_rnn = True")
+    restore: Callable[[], None] = _change_settings()
+    return restore if SETTINGS_OF_THREADS else lambda: None
 
 
 def allow_symbolic_module_ints() -> None:
@@ -59,17 +65,20 @@ class _Tracing(threading.local):
 _tracing = _Tracing()
 
 
-def _make_tracing_flag_thread_local() -> None:
+def make_tracing_flag_thread_local() -> None:
     """Make FX's tracing flag thread-local, so that compiled functions run while others trace.
 
-    PyTorch has one flag per process. A compiled function raises while it is set
-    (_dynamo/eval_frame.py:1116), and two threads that trace at once may leave it set
-    (fx/_symbolic_trace.py:797). Assumed: all traces go through `Tracer.trace`, and `torch.compile`
-    looks up `is_fx_symbolic_tracing` in its module.
+    Before 2.14, PyTorch has one flag per process. A compiled function raises while it is set
+    (_dynamo/eval_frame.py:1116), before anything of its backend runs, and two threads that trace at
+    once may leave it set (fx/_symbolic_trace.py:797): there is no way without a patch. Assumed: all
+    traces go through `Tracer.trace`, and `torch.compile` looks up `is_fx_symbolic_tracing` in its
+    module.
     """
     module: Any = torch.fx._symbolic_trace
     is_tracing, trace = getattr(module, "is_fx_symbolic_tracing", None), module.Tracer.trace
-    if is_tracing is None or hasattr(trace, "coop_counted"):
+    if not hasattr(module, "_is_fx_tracing_flag") or is_tracing is None:
+        return
+    if hasattr(trace, "coop_counted"):
         return
 
     @functools.wraps(trace)
@@ -130,6 +139,10 @@ def watch_calls(
     attributes. Assumed: the object is a `torch._TorchCompileWrapper`, whose `__dict__` reaches
     `torch._dynamo.optimize`, which reads `backend_ctx_ctor` from it
     (_dynamo/repro/after_dynamo.py:87, _dynamo/eval_frame.py:1772).
+
+    There is no way without a patch of that class. Until Dynamo has a graph, PyTorch reads nothing
+    of a registered backend: the wrapper finds it in a `dict` (_dynamo/backends/registry.py:134) and
+    does not forward its attributes. A frame that Dynamo skips never has a graph.
     """
     wrapper: Any = torch._TorchCompileWrapper
     initialize = wrapper.__init__
@@ -159,7 +172,9 @@ def _register_for_each(backend: Any, registered: Callable[[], None]) -> None:
     """Let concurrent lookups of `backend` each register it; calls `registered()` each time.
 
     Assumed: a lookup loads the entry point and then calls `register_backend`, which raises if the
-    name is in `_COMPILER_FNS` already (_dynamo/backends/registry.py:135).
+    name is in `_COMPILER_FNS` already (_dynamo/backends/registry.py:135). In between, only this
+    dict is asked. Without a patch of the dict the second lookup fails, and the first function
+    compiled is not prepared, since its lookup imports the backend.
     """
     registry: Any = torch._dynamo.backends.registry
     refuses = registry.register_backend.__code__
@@ -219,21 +234,22 @@ def allow_output_capturing_hooks() -> None:
     """
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
     install = getattr(capturing, "maybe_install_capturing_hooks", None)
-    if install is None or getattr(install, "_may_be_traced", False):
-        return
+    if install is not None:
+        _call_while_traced(install)
 
-    def traced(context: Any) -> None:
+
+@functools.cache
+def _call_while_traced(install: Callable[[Any], None]) -> None:
+    """Let Dynamo call a function of `model` during the trace, instead of tracing it."""
+
+    def call(context: Any) -> None:
         local = context.get_local("model")
         install(local._i_will_not_complain_if_bc_breaks_VariableTracker().value)
 
-    def install_hooks(model: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            comptime(traced)
-        else:
-            install(model)
+    def traced(model: Any) -> None:
+        comptime(call)
 
-    install_hooks._may_be_traced = True  # type: ignore[attr-defined]
-    capturing.maybe_install_capturing_hooks = install_hooks
+    torch.compiler.substitute_in_graph(install)(traced)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Schemas of ops, and storages of tensors."""
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +20,22 @@ of 64 bits, `left` and `seeded` of 32, `next` of 64, the words, each in 64.
 """
 
 
-def tensor_version(tensor: torch.Tensor) -> int:
-    """Version counter of a tensor; tensors that share a storage may share it."""
-    return 0 if tensor.is_inference() else int(tensor._version)
+def tensor_versions(values: Sequence[object]) -> list[int]:
+    """Autograd's version counters; 0 for inference tensors, which have none, and other objects.
+
+    Tensors that share a storage may share it.
+    """
+    try:
+        return [*map(_version, values)]  # without a Python call each
+    except (AttributeError, RuntimeError):
+        return [_version(value) if _has_version(value) else 0 for value in values]
+
+
+_version: Callable[[object], int] = operator.attrgetter("_version")
+
+
+def _has_version(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_inference()
 
 
 def storage_expiry(tensor: torch.Tensor) -> Callable[[], bool]:
@@ -32,6 +46,14 @@ def storage_expiry(tensor: torch.Tensor) -> Callable[[], bool]:
     reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     is_expired: Callable[[], bool] = reference.expired
     return is_expired
+
+
+def c_function(target: Any) -> Any:
+    """The C function that an op's `__call__` calls, which has no Python frame; others unchanged.
+
+    Assumed: `OpOverload.__call__` is a Python method that may call `_op` for all arguments.
+    """
+    return target._op if type(target) is OpOverload else target
 
 
 def is_mutable(op: OpOverload) -> bool:

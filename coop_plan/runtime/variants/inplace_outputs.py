@@ -6,7 +6,7 @@ if the op then allocates its scratch and nothing else, and if the result on synt
 bitwise equal to the op's own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -105,9 +105,11 @@ def run_into_copies(
     args, kwargs = tree_unflatten(flat, spec)
     cpu = flat[tensors[0]].device.type == "cpu"
     ext = extension()
+    function, args, kwargs = into(target, outs, args, kwargs)
     ext.record_begin(not cpu)
     try:
-        results = tree_flatten(run_into(target, outs, *args, **kwargs))[0]
+        with torch.no_grad():
+            results = tree_flatten(function(*args, **kwargs))[0]
     finally:
         events = ext.record_end()
     inputs = [flat[i] for i in tensors]
@@ -116,19 +118,21 @@ def run_into_copies(
     return results, allocations
 
 
-def run_into(
-    target: OpOverload, outs: Sequence[torch.Tensor | None], *args: Any, **kwargs: Any
-) -> Any:
-    """`target(*args, **kwargs)` with the i-th result written into the argument `outs[i]`."""
-    with torch.no_grad():
-        if target in OUT_KERNELS:
-            return OUT_KERNELS[target](outs, *args, **kwargs)
-        if target in CHUNKED_KERNELS:
-            return CHUNKED_KERNELS[target].run(outs, *args, **kwargs)
-        inplace = inplace_overload(target) if args and outs[0] is args[0] else None
-        if inplace is not None:  # an out overload may compute elsewhere and copy
-            return inplace(*args, **kwargs)
-        found = out_overload(target)
-        assert found is not None
-        overload, name = found
-        return overload(*args, **kwargs, **{name: outs[0]})
+def into(
+    target: OpOverload, outs: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The call that writes the i-th result of a call into its argument `outs[i]`.
+
+    The arguments are tensors, or nodes of a graph.
+    """
+    if target in OUT_KERNELS:
+        return OUT_KERNELS[target], (outs, *args), kwargs
+    if target in CHUNKED_KERNELS:
+        return CHUNKED_KERNELS[target].run, (outs, *args), kwargs
+    inplace = inplace_overload(target) if args and outs[0] is args[0] else None
+    if inplace is not None:  # an out overload may compute elsewhere and copy
+        return inplace, args, kwargs
+    found = out_overload(target)
+    assert found is not None
+    overload, name = found
+    return overload, args, {**kwargs, name: outs[0]}
