@@ -77,7 +77,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 def plan_path(key: str, costs: str) -> str:
     """The path below `/plans/` of the plan that was made with these costs."""
-    return f"{key}?costs={costs}" if costs else key
+    return f"{key}-{costs}" if costs else key
 
 
 def main(descriptor: int) -> None:

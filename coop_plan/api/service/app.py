@@ -59,15 +59,7 @@ BETTER_THAN: dict[str, Any] = {
     "schema": {"type": "number"},
 }
 
-COSTS: dict[str, Any] = {
-    "name": "costs",
-    "in": "query",
-    "description": "Costs that the plan was made with, as `Location` has them; else the first plan",
-    "schema": {"type": "string"},
-}
-
-KEY = re.compile("[0-9a-f]{64}")
-COSTS_NAME = re.compile("[0-9a-f]{16}")
+KEY = re.compile("([0-9a-f]{64})(?:-([0-9a-f]{16}))?")
 
 
 def create_app(settings: ServiceSettings) -> FastAPI:
@@ -168,13 +160,16 @@ def create_app(settings: ServiceSettings) -> FastAPI:
             304: {"description": "The client has the plan (`If-None-Match`)"},
             **described("not-found", "too-much-work", "invalid-input", "busy", "forbidden"),
         },
-        openapi_extra={"parameters": [COSTS, BETTER_THAN]},
+        openapi_extra={"parameters": [BETTER_THAN]},
     )
     async def get_plan(key: str, request: Request) -> Response:
-        costs = request.query_params.get("costs", "")
-        if KEY.fullmatch(key) is None or not (costs == "" or COSTS_NAME.fullmatch(costs)):
-            message = "the key of a plan is 64 hexadecimal digits; of its costs, 16"
+        parts = KEY.fullmatch(key)
+        if parts is None:
+            message = (
+                "the key of a plan is 64 hexadecimal digits, and may end in - and 16 of its costs"
+            )
             raise ProblemError("not-found", message)
+        key, costs = parts[1], parts[2] or ""
         better_than = request.query_params.get("better-than")
         if better_than is None:
             _, data = await service().stored_plan(key, costs)

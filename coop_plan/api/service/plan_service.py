@@ -107,7 +107,7 @@ class PlanService:
     def _on_finish(self, job: Job) -> None:
         self._metrics.observe_solve(job.state, job.seconds, job.figures.gap)
         if job.unkept:
-            self._unkept.add(job.plan.partition("?")[0], job.record)
+            self._unkept.add(job.plan.partition("-")[0], job.record)
 
     async def _keep(self, key: str, record: bytes) -> bool:
         """Store a record, if it is not in the store; False if the store is away."""
