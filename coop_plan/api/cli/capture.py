@@ -1,12 +1,16 @@
 """`coop-plan capture`: a training step of PyTorch as a graph; the command's door to the runtime."""
 
+import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from coop_plan.api.cli.exit_codes import EXIT_ERROR, fail
+from coop_plan.api.cli.progress import show_progress
 
 if TYPE_CHECKING:
+    from coop_plan.planner import Progress
     from coop_plan.schemas import Graph
 
 TARGET = click.argument("target", metavar="PACKAGE.MODULE:FUNCTION")
@@ -63,14 +67,16 @@ def capture(
     from coop_plan import RuntimeRefusalError
 
     try:
-        graph = captured(
-            target,
-            device=device,
-            batch=batch,
-            optimizer=optimizer,
-            masters=masters,
-            variants=variants,
-        )
+        with show_progress(message="tracing") as progress:
+            graph = captured(
+                target,
+                progress,
+                device=device,
+                batch=batch,
+                optimizer=optimizer,
+                masters=masters,
+                variants=variants,
+            )
     except RuntimeRefusalError as error:
         fail(error, EXIT_ERROR)
     if output == "-":
@@ -80,12 +86,16 @@ def capture(
     click.echo(f"{output}: {len(graph.ops)} ops, {len(graph.tensors)} tensors", err=True)
 
 
-def captured(target: str, **options: Any) -> "Graph":
+def captured(
+    target: str, progress: "Callable[[Progress], None] | None" = None, **options: Any
+) -> "Graph":
     """Returns the graph of `coop_plan.capture`; ends the command if PyTorch is missing."""
     try:
         from coop_plan import capture
+        from coop_plan.runtime.progress import progress_to
 
-        return capture(target, **options)
+        with contextlib.nullcontext() if progress is None else progress_to(progress):
+            return capture(target, **options)
     except ModuleNotFoundError as error:
         _fail_without_torch("capture", error)
 
@@ -123,8 +133,11 @@ def calibrate(output: str, device: str) -> None:
     check_writable(output)
     try:
         from coop_plan import calibrate as measured
+        from coop_plan.runtime.progress import progress_to
 
-        found = json.dumps(msgspec.to_builtins(measured(device)), indent=2)
+        with show_progress(message="measuring") as progress, progress_to(progress):
+            spec = measured(device)
+        found = json.dumps(msgspec.to_builtins(spec), indent=2)
     except RuntimeRefusalError as error:
         fail(error, EXIT_ERROR)
     except ModuleNotFoundError as error:

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import click
 from coop_plan.api.cli.exit_codes import EXIT_ERROR, EXIT_INFEASIBLE, EXIT_TIME, printable
 from coop_plan.api.cli.input import read_graph
 from coop_plan.api.cli.plan_options import plan_options
+from coop_plan.api.cli.progress import show_progress
 
 if TYPE_CHECKING:
     from coop_plan.planner.inspect.compare import Cell
@@ -77,6 +77,7 @@ def compare(
     plan the exit code is 3 if no budget can be met, 4 if the time limit ended a method, and else 1.
     """
     from coop_plan.api.cli.output import OutputError, check_writable, write_whole
+    from coop_plan.planner import Progress
     from coop_plan.planner.inspect.compare import compare as cells_of
     from coop_plan.planner.options import PlanOptions
 
@@ -95,10 +96,11 @@ def compare(
     interrupted = False
     cells = cells_of(document, questions, os.cpu_count() or 1)
     try:
-        with click.progressbar(
-            cells, length=len(questions), label="planning", file=sys.stderr
-        ) as bar:
-            done.extend(bar)
+        with show_progress(message=f"{len(questions)} plans") as progress:
+            for cell in cells:
+                done.append(cell)
+                message = f"{len(done)} of {len(questions)} plans"
+                progress(Progress(message, len(done) / len(questions)))
     except KeyboardInterrupt:
         interrupted = True
     finally:

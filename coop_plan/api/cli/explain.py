@@ -8,6 +8,7 @@ import click
 
 from coop_plan.api.cli.exit_codes import EXIT_INFEASIBLE, fail, printable
 from coop_plan.api.cli.input import read_graph, read_valid_plan
+from coop_plan.api.cli.progress import show_progress
 
 if TYPE_CHECKING:
     from coop_plan.planner.inspect.explain import Blocker, Explanation, PeakTensor
@@ -37,17 +38,19 @@ def explain(graph: str, plan: str | None, budget: str | None, as_json: bool) -> 
         raise click.UsageError("PLAN has a budget of its own: give PLAN or --budget, not both")
     options = PlanOptions.of({"budget": budget or "min"})
     document = read_graph(graph)
-    everything = make_plan(document, "min", method="keep-all")
     refused: InfeasibleBudgetError | None = None
-    made = everything
-    if plan is not None:
-        made = read_valid_plan(document, plan)
-    elif budget is not None:
-        try:
-            made = make_plan(document, options)
-        except InfeasibleBudgetError as error:
-            refused = error
-    found = explain_plan(document, made, price_list(document, options, everything.peak_bytes))
+    with show_progress() as progress:
+        everything = make_plan(document, "min", method="keep-all", progress=progress)
+        made = everything
+        if plan is not None:
+            made = read_valid_plan(document, plan)
+        elif budget is not None:
+            try:
+                made = make_plan(document, options, progress=progress)
+            except InfeasibleBudgetError as error:
+                refused = error
+        prices = price_list(document, options, everything.peak_bytes, progress)
+    found = explain_plan(document, made, prices)
     if as_json:
         click.echo(json.dumps(_document(found, refused)))
     else:

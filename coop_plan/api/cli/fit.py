@@ -1,14 +1,17 @@
 """`coop-plan fit`: memory and batch sizes of a training step on other devices."""
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from coop_plan.api.cli.capture import MASTERS, OPTIMIZER, TARGET, captured
 from coop_plan.api.cli.exit_codes import EXIT_ERROR, EXIT_INVALID, fail
+from coop_plan.api.cli.progress import show_progress
 
 if TYPE_CHECKING:
+    from coop_plan.planner import Progress
     from coop_plan.planner.fit import Fit, Largest
     from coop_plan.schemas import Graph, Plan
 
@@ -47,7 +50,11 @@ def fit(
     and the largest batch at 5 %, 10 % and one forward of overhead. Each figure is of a verified
     plan.
     """
-    asked = [_row(target, device, batch, optimizer, masters) for device in devices.split(",")]
+    with show_progress(message="capturing") as progress:
+        asked = [
+            _row(target, device, batch, optimizer, masters, progress)
+            for device in devices.split(",")
+        ]
     rows = [row for row, _ in asked]
     if as_json:
         click.echo(json.dumps(rows))
@@ -58,23 +65,33 @@ def fit(
 
 
 def _row(
-    target: str, device: str, batch: int, optimizer: str | None, masters: bool
+    target: str,
+    device: str,
+    batch: int,
+    optimizer: str | None,
+    masters: bool,
+    progress: "Callable[[Progress], None]",
 ) -> tuple[dict[str, Any], int]:
     """Figures of one device, and the exit code; `error` is the reason for missing figures."""
     from coop_plan import RuntimeRefusalError
+    from coop_plan.planner import Progress
     from coop_plan.planner.fit import fit as figures_of
     from coop_plan.schemas import InvalidInputError
 
     def graph_at(number: int) -> "Graph":
         if number == batch:
             return graph
+        progress(Progress(f"{device}: capturing at batch {number}"))
         try:
             return captured(target, **options, batch=number)
         except (InvalidInputError, RuntimeRefusalError) as error:
             raise InvalidInputError(f"at batch {number}, {error}") from None
+        finally:
+            progress(Progress(f"{device}: planning with batch {number}"))
 
     options = {"device": device, "optimizer": optimizer, "masters": masters}
     row: dict[str, Any] = {"device": device, "batch": batch}
+    progress(Progress(f"{device}: capturing at batch {batch}"))
     try:
         graph = captured(target, **options, batch=batch)
     except (InvalidInputError, RuntimeRefusalError) as error:
@@ -83,6 +100,7 @@ def _row(
         return row | figures | {"largest": {}, "error": str(error)}, code
     there = graph.device
     memory = there.memory_bytes - (CONTEXT_BYTES if there.kind == "cuda" else 0)
+    progress(Progress(f"{device}: planning at batch {batch}"))
     found = figures_of(graph_at, batch, memory, LIMITS)
     return row | _figures(found) | {"error": found.unknown or None}, EXIT_ERROR
 

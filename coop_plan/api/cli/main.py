@@ -137,7 +137,7 @@ def plan(
 def _make(graph: "Graph", options: "PlanOptions") -> "Plan":
     from coop_plan.planner.planning import plan as make_plan
 
-    with show_progress() as progress, _without_gc():
+    with show_progress(options.time_limit) as progress, _without_gc():
         return make_plan(graph, options, progress=progress)
 
 

@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a bar, or lines without a terminal."""
+"""Progress of long work on stderr: a bar with the time left, or lines without a terminal."""
 
 import contextlib
 import sys
@@ -16,18 +16,38 @@ SECONDS_A_LINE = 10
 
 
 @contextlib.contextmanager
-def show_progress() -> Iterator["Callable[[Progress], None]"]:
-    """Context with the callback of a progress line; without a terminal, one each ten seconds."""
+def show_progress(
+    limit_seconds: float | None = None, message: str = "planning"
+) -> Iterator["Callable[[Progress], None]"]:
+    """Context with the callback of a progress line; without a terminal, one each ten seconds.
+
+    With a limit, in seconds, the bar is the part of it that has passed.
+    """
     if not sys.stderr.isatty():
         yield _lines()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
     from rich.progress import Progress as Bars
+    from rich.progress_bar import ProgressBar
+    from rich.text import Text
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    class Bar(BarColumn):
+        def render(self, task: Task) -> ProgressBar:
+            if limit_seconds is not None:
+                done = min(task.elapsed or 0.0, limit_seconds)
+                return ProgressBar(total=limit_seconds, completed=done, width=self.bar_width)
+            return super().render(task)
+
+    class Left(ProgressColumn):
+        max_refresh = 0.5
+
+        def render(self, task: Task) -> Text:
+            return Text(_time(task.elapsed or 0.0, task.fields["share"], limit_seconds))
+
+    columns = (TextColumn("{task.description}"), Bar(), Left())
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("planning", total=None)
+        task = bars.add_task(message, total=None, share=None)
 
         def show(progress: "Progress") -> None:
             bars.update(
@@ -35,9 +55,19 @@ def show_progress() -> Iterator["Callable[[Progress], None]"]:
                 description=progress.message,
                 total=None if progress.fraction is None else 1.0,
                 completed=progress.fraction or 0.0,
+                share=progress.fraction,
             )
 
         yield show
+
+
+def _time(elapsed: float, share: float | None, limit: float | None) -> str:
+    """Elapsed seconds with the time left: of the limit, or estimated by the share that is done."""
+    if limit is not None:
+        return f"{elapsed:.0f} of {limit:g} s, {max(0.0, limit - elapsed):.0f} s left"
+    if share:
+        return f"{elapsed:.0f} s, about {elapsed * (1 / share - 1):.0f} s left"
+    return f"{elapsed:.0f} s"
 
 
 def _lines() -> "Callable[[Progress], None]":

@@ -4,7 +4,7 @@ and the overhead of smaller budgets.
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from coop_plan.planner.core.memory_bounds import budget_lower_bound, largest_wor
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.inspect.advice import advice
 from coop_plan.planner.inspect.buffers import PlanView, Rectangle, replay_plan
+from coop_plan.planner.method import Progress
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.planning import plan
 from coop_plan.schemas import Graph, Plan
@@ -167,14 +168,21 @@ def explain(graph: Graph, made: Plan, prices: Sequence[Price] = (), top: int = 5
     )
 
 
-def price_list(graph: Graph, options: PlanOptions, peak_bytes: int) -> list[Price]:
+def price_list(
+    graph: Graph,
+    options: PlanOptions,
+    peak_bytes: int,
+    progress: Callable[[Progress], None] | None = None,
+) -> list[Price]:
     """Overheads of the method of `options` for shares of `peak_bytes`, the peak of keep-everything.
 
     The list ends at the first budget that the method cannot meet, after the smallest that it can.
     """
     found = [Price(peak_bytes, 0.0)]
-    for share in SWEEP:
+    for number, share in enumerate(SWEEP):
         budget = int(peak_bytes * share)
+        if progress is not None:
+            progress(Progress(f"price of {share:.0%} of the peak", number / len(SWEEP)))
         if budget == 0:
             break
         try:

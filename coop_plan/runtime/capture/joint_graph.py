@@ -32,6 +32,7 @@ from coop_plan.runtime.distributed.collectives import (
 )
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.op_profile import OpProfile
+from coop_plan.runtime.progress import counted
 from coop_plan.runtime.torch_internals.joint_graphs import (
     InputMutationAOTOutput,
     is_primal,
@@ -148,7 +149,10 @@ def capture_joint(
     builder = GraphBuilder(module, device, set(static_inputs), trained, model, overwritable)
     measured_on_cuda = device.type == "cuda" and model is None
     with cuda.without_cudnn_benchmark() if measured_on_cuda else contextlib.nullcontext():
-        for node in module.graph.nodes:
+        ops = sum(node.op == "call_function" for node in module.graph.nodes)
+        verb = "profiling" if model is None else "modelling"
+        nodes = counted(module.graph.nodes, len(module.graph.nodes), f"{verb} {ops} ops")
+        for node in nodes:
             builder.visit(node)
         _copy_shared_gradients(module, builder, outputs, num_fwd_outputs)
         table = VariantTable(builder)

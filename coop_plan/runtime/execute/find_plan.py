@@ -3,6 +3,7 @@
 import logging
 import zlib
 from collections.abc import Callable
+from functools import partial
 
 from coop_plan.planner import InfeasibleBudgetError, PlanOptions, plan, verify
 from coop_plan.planner.plan_cache.record import StoredPlan, as_bytes, as_record
@@ -12,6 +13,7 @@ from coop_plan.runtime.distributed.sharing import WAIT_SECONDS, made_once
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.errors import OptionsError, PlanServerError
 from coop_plan.runtime.options import Options
+from coop_plan.runtime.progress import Work
 from coop_plan.schemas import Graph, Plan, format_bytes
 
 log = logging.getLogger("coop-plan")
@@ -59,7 +61,8 @@ def plan_for(
             return found, True
         made = None if history is None else _resized(graph, options, history)
         if made is None:
-            made = _or_smallest(plan, graph, options, raised, history)
+            make_here = partial(plan, progress=Work().tell)
+            made = _or_smallest(make_here, graph, options, raised, history)
             verify(graph, made)
             _remember(graph, made, history)
         plans.store(key, graph, made)

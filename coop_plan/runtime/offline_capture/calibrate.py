@@ -19,6 +19,7 @@ from coop_plan.runtime.device.copy_engines import measure_link
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.offline_capture.devices import DeviceSpec
 from coop_plan.runtime.offline_capture.roofline import OpWork, work_of
+from coop_plan.runtime.progress import counted
 from coop_plan.runtime.torch_internals.fakes import FakeTensorMode
 from coop_plan.runtime.torch_internals.ops import FLASH, FLASH_ON_CPU, OpOverload
 
@@ -50,7 +51,7 @@ def calibrate(kind: str, name: str = "") -> DeviceSpec:
     with FakeTensorMode() as fakes, torch.device(kind):
         calls = _benchmark_calls()
     measured: Measured = []
-    for target, args in calls:
+    for target, args in counted(calls, len(calls), "measuring"):
         with fakes:
             result = target(*args)
             work = work_of(target, args, {}, result)
