@@ -9,9 +9,7 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.exact.model.variants import restore_variants, without_pairs
 from coop_plan.planner.method import Request, Solution
-from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.placement.layout import WORK, Layout, lay_out
-from coop_plan.schemas import Graph
 
 MAX_OPS_APART = 2000
 """Ops up to which keep-everything is also laid out without any in-place pairs.
@@ -47,13 +45,6 @@ def lay_out_everything(
             layout = Layout(restored, apart.placement)
         layout = layout._replace(placement=replace(layout.placement, lower_bound=bound))
     return layout
-
-
-def keep_all_peak(graph: Graph, options: PlanOptions) -> int:
-    """Peak of keep-everything in bytes, resident bytes included, of which a share is."""
-    graph = options.apply_link(graph)
-    problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
-    return problem.fixed_bytes + lay_out_everything(problem).placed.arena_bytes
 
 
 def keep_all_solution(placed: PlacedSchedule) -> Solution:

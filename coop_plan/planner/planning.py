@@ -36,6 +36,13 @@ FINISH_SECONDS = 4e-5
 """Seconds per op reserved for serialising and verifying the plan."""
 
 
+def keep_all_peak(graph: Graph, options: PlanOptions) -> int:
+    """Peak of keep-everything in bytes, resident bytes included, of which a share is."""
+    graph = options.apply_link(graph)
+    problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
+    return problem.fixed_bytes + lay_out_everything(problem).placed.arena_bytes
+
+
 def plan(
     graph: Graph,
     budget: PlanOptions | str | int,

@@ -92,7 +92,7 @@ def captured(
     """Returns the graph of `coop_plan.capture`; ends the command if PyTorch is missing."""
     try:
         from coop_plan import capture
-        from coop_plan.runtime.progress import progress_to
+        from coop_plan.planner.progress import progress_to
 
         with contextlib.nullcontext() if progress is None else progress_to(progress):
             return capture(target, **options)
@@ -133,7 +133,7 @@ def calibrate(output: str, device: str) -> None:
     check_writable(output)
     try:
         from coop_plan import calibrate as measured
-        from coop_plan.runtime.progress import progress_to
+        from coop_plan.planner.progress import progress_to
 
         with show_progress(message="measuring") as progress, progress_to(progress):
             spec = measured(device)

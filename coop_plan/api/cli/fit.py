@@ -83,17 +83,17 @@ def _row(
             return graph
         progress(Progress(f"{device}: capturing at batch {number}"))
         try:
-            return captured(target, **options, batch=number)
+            return captured(target, progress, **options, batch=number)
         except (InvalidInputError, RuntimeRefusalError) as error:
             raise InvalidInputError(f"at batch {number}, {error}") from None
         finally:
             progress(Progress(f"{device}: planning with batch {number}"))
 
-    options = {"device": device, "optimizer": optimizer, "masters": masters}
+    options: dict[str, Any] = {"device": device, "optimizer": optimizer, "masters": masters}
     row: dict[str, Any] = {"device": device, "batch": batch}
     progress(Progress(f"{device}: capturing at batch {batch}"))
     try:
-        graph = captured(target, **options, batch=batch)
+        graph = captured(target, progress, **options, batch=batch)
     except (InvalidInputError, RuntimeRefusalError) as error:
         figures = dict.fromkeys(("memory_bytes", "keep_all", "smallest", "within"))
         code = EXIT_INVALID if isinstance(error, InvalidInputError) else EXIT_ERROR

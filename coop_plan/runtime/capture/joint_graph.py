@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from coop_plan.planner.progress import counted
 from coop_plan.runtime.cache.profiles import profile_session
 from coop_plan.runtime.capture.graph_builder import (
     SNAPSHOT,
@@ -32,7 +33,6 @@ from coop_plan.runtime.distributed.collectives import (
 )
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.op_profile import OpProfile
-from coop_plan.runtime.progress import counted
 from coop_plan.runtime.torch_internals.joint_graphs import (
     InputMutationAOTOutput,
     is_primal,

@@ -7,13 +7,13 @@ from functools import partial
 
 from coop_plan.planner import InfeasibleBudgetError, PlanOptions, plan, verify
 from coop_plan.planner.plan_cache.record import StoredPlan, as_bytes, as_record
+from coop_plan.planner.progress import Work
 from coop_plan.planner.rescale import rescaled
 from coop_plan.runtime.cache import plans
 from coop_plan.runtime.distributed.sharing import WAIT_SECONDS, made_once
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.errors import OptionsError, PlanServerError
 from coop_plan.runtime.options import Options
-from coop_plan.runtime.progress import Work
 from coop_plan.schemas import Graph, Plan, format_bytes
 
 log = logging.getLogger("coop-plan")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from coop_plan.planner import InfeasibleBudgetError
-from coop_plan.planner.keep_all import keep_all_peak
+from coop_plan.planner.planning import keep_all_peak
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.device.arena import node_owners
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from coop_plan.planner.progress import counted
 from coop_plan.runtime.capture.profiler import profile_op
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.copy_engines import measure_link
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.offline_capture.devices import DeviceSpec
 from coop_plan.runtime.offline_capture.roofline import OpWork, work_of
-from coop_plan.runtime.progress import counted
 from coop_plan.runtime.torch_internals.fakes import FakeTensorMode
 from coop_plan.runtime.torch_internals.ops import FLASH, FLASH_ON_CPU, OpOverload
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import TypeVar
 
-from coop_plan.planner import Progress
+from coop_plan.planner.method import Progress
 
 log = logging.getLogger("coop-plan")
 

@@ -4,8 +4,7 @@ import sys
 
 import pytest
 
-from coop_plan.planner import Progress
-from coop_plan.runtime import progress
+from coop_plan.planner import Progress, progress
 
 
 @pytest.fixture
