@@ -85,4 +85,4 @@ def test_a_graph_above_the_limits_of_its_caller_is_not_kept(tmp_path, chain):
             handler.put_graph(document, "", digest_of(document))
         with pytest.raises(RefusedError):
             handler.find(asked, "", b"")
-        assert not graphs.touch(digest_of(document))
+        assert not graphs.mark_used(digest_of(document))

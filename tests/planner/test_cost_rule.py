@@ -102,7 +102,7 @@ def test_noise_suits_and_a_tenth_of_the_time_moved_does_not(graph):  # noqa: F81
     theirs = priced(made, rng, spread=0.3)
     stored = StoredPlan.of(plan(theirs, "75%", alignment=1), theirs)
     noisy = priced(made, rng, theirs, 0.005)
-    assert stored.suits(noisy, stored.for_graph(noisy))
+    assert stored.is_answer(noisy, stored.for_graph(noisy))
     recomputed = [step.op for step in stored.plan.steps if getattr(step, "op", None) is not None]
     again = {op for op in recomputed if recomputed.count(op) > 1}
     assert again
@@ -112,4 +112,4 @@ def test_noise_suits_and_a_tenth_of_the_time_moved_does_not(graph):  # noqa: F81
         for op in theirs.ops
     ]
     mine = theirs.model_copy({"ops": dearer})
-    assert not stored.suits(mine, stored.for_graph(mine))
+    assert not stored.is_answer(mine, stored.for_graph(mine))

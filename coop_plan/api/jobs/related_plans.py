@@ -38,7 +38,7 @@ class RelatedPlans:
                     continue
                 options = request.options.model_copy({"budget_": record.plan.budget_bytes})
                 found = record.for_request(graph, options)
-                if found is None or not record.suits(graph, found):
+                if found is None or not record.is_answer(graph, found):
                     continue
                 if best is None or found.cost_us < best.cost_us:
                     best = found

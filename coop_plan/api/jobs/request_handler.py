@@ -241,11 +241,11 @@ class RequestHandler:
                 self.dropped += 1
                 continue
             if isinstance(record, StoredRefusal):
-                if record.suits(graph) and not isinstance(answer, Plan):
+                if record.is_answer(graph) and not isinstance(answer, Plan):
                     return infeasible_reply(key, answer), b""
             elif (
                 isinstance(answer, Plan)
-                and record.suits(graph, answer)
+                and record.is_answer(graph, answer)
                 and (best is None or answer.cost_us < best[0].cost_us)
             ):
                 best = answer, record

@@ -58,7 +58,7 @@ class GraphStore(Protocol):
     def put(self, digest: str, document: bytes, summary: GraphSummary | None = None) -> bool:
         """Store a document; True if it was not stored yet. Only one with a summary is listed."""
 
-    def touch(self, digest: str) -> bool:
+    def mark_used(self, digest: str) -> bool:
         """True if a document is stored, which is then the last used."""
 
     def listed(self) -> list[GraphSummary]:
@@ -134,8 +134,8 @@ class SqliteGraphStore:
             self._prune(digest)
         return done.rowcount == 1
 
-    def touch(self, digest: str) -> bool:
-        """True if a document is stored; see `GraphStore.touch`."""
+    def mark_used(self, digest: str) -> bool:
+        """True if a document is stored; see `GraphStore.mark_used`."""
         query = "update graph set used = ? where digest = ?"
         with self._lock:
             return self._connection.execute(query, (int(time.time()), digest)).rowcount == 1
@@ -206,7 +206,7 @@ class GraphCache:
 
     def ensure(self, digest: str, document: bytes) -> None:
         """Store a document that was parsed, if it is not stored (any more); it is not listed."""
-        if not self._store.touch(digest):
+        if not self._store.mark_used(digest):
             self._store.put(digest, document)
 
     def put(self, digest: str, document: bytes, check: Callable[[Graph], None]) -> bool:

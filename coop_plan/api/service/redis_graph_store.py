@@ -37,8 +37,8 @@ class RedisGraphStore:
                 self._redis.zremrangebyrank(listed, 0, -MAX_LISTED - 1)
         return new
 
-    def touch(self, digest: str) -> bool:
-        """True if a document is stored; see `GraphStore.touch`."""
+    def mark_used(self, digest: str) -> bool:
+        """True if a document is stored; see `GraphStore.mark_used`."""
         with self._calls():
             return bool(self._redis.touch(f"{PREFIX}graph:{digest}"))
 

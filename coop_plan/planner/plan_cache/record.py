@@ -83,7 +83,7 @@ class StoredPlan(Model, frozen=True, kw_only=True, tag_field="kind", tag="plan")
             return None
         return self.for_graph(graph, structure)
 
-    def suits(self, graph: Graph, plan: Plan) -> bool:
+    def is_answer(self, graph: Graph, plan: Plan) -> bool:
         """True if `plan`, which is `for_graph`'s, is an answer under the costs of `graph`.
 
         Costs are not part of the key. See `cost_rule` for the bound.
@@ -161,7 +161,7 @@ class StoredRefusal(Model, frozen=True, kw_only=True, tag_field="kind", tag="inf
             cost_class=cost_class(all_costs(graph)),
         )
 
-    def suits(self, graph: Graph) -> bool:
+    def is_answer(self, graph: Graph) -> bool:
         """True if the refusal is an answer under the costs of `graph`: proved, or made for them."""
         bound = self.budget_lower_bound_bytes
         proved = bound is not None and self.budget_bytes < bound
