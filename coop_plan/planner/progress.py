@@ -37,7 +37,7 @@ class Work:
     def __init__(self) -> None:
         self._began = time.monotonic()
 
-    def tell(self, progress: Progress) -> None:
+    def report(self, progress: Progress) -> None:
         """Report the state of the work."""
         global _last_line
         listener = _listener.get()
@@ -59,5 +59,5 @@ def counted(items: Iterable[T], count: int, message: str) -> Iterator[T]:
     """The items; before each, the share of `count` that is done is reported."""
     work = Work()
     for number, item in enumerate(items):
-        work.tell(Progress(message, number / max(1, count)))
+        work.report(Progress(message, number / max(1, count)))
         yield item

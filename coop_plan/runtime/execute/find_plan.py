@@ -61,7 +61,7 @@ def plan_for(
             return found, True
         made = None if history is None else _resized(graph, options, history)
         if made is None:
-            make_here = partial(plan, progress=Work().tell)
+            make_here = partial(plan, progress=Work().report)
             made = _or_smallest(make_here, graph, options, raised, history)
             verify(graph, made)
             _remember(graph, made, history)
