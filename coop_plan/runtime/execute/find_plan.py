@@ -3,9 +3,9 @@
 import logging
 import zlib
 from collections.abc import Callable
-from functools import partial
 
-from coop_plan.planner import InfeasibleBudgetError, PlanOptions, plan, verify
+from coop_plan import planner
+from coop_plan.planner import InfeasibleBudgetError, PlanOptions, verify
 from coop_plan.planner.plan_cache.record import StoredPlan, as_bytes, as_record
 from coop_plan.planner.progress import Work
 from coop_plan.planner.rescale import rescaled
@@ -26,6 +26,11 @@ AWAY_SECONDS = 1.0
 
 _away: set[str] = set()
 """Servers that did not answer last time."""
+
+
+def plan(graph: Graph, options: PlanOptions) -> Plan:
+    """As `planner.plan`, with progress in the log."""
+    return planner.plan(graph, options, progress=Work().report)
 
 
 def plan_for(
@@ -61,8 +66,7 @@ def plan_for(
             return found, True
         made = None if history is None else _resized(graph, options, history)
         if made is None:
-            make_here = partial(plan, progress=Work().report)
-            made = _or_smallest(make_here, graph, options, raised, history)
+            made = _or_smallest(plan, graph, options, raised, history)
             verify(graph, made)
             _remember(graph, made, history)
         plans.store(key, graph, made)
