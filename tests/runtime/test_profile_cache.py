@@ -140,7 +140,7 @@ def test_a_cache_that_cannot_be_made_costs_a_line_each(tmp_path, monkeypatch, ca
     assert report.steps_run == 1
     start()
     said = [r.getMessage() for r in caplog.records if "without the cache" in r.getMessage()]
-    assert len(said) == 2  # profiles, plans; once a process
+    assert len(said) == 1  # of the folder that both need; once a process
 
 
 def test_a_cache_that_cannot_be_written_is_read(cache):

@@ -463,7 +463,7 @@ def test_no_code_is_made_of_what_is_only_traced(monkeypatch):
     step(second).backward()
     inputs = [[node.name for node in m.graph.find_nodes(op="placeholder")] for m in made]
     kinds = [{name.split("_")[0] for name in names} for names in inputs]
-    assert any("invocation" in of_one for of_one in kinds)
+    assert len(runtime.reports()) == 2  # the halves are no modules
     assert not any("l" in of_one or {"primals", "tangents"} <= of_one for of_one in kinds)
 
 

@@ -193,7 +193,7 @@ class _Layout:
         released: list[dict[int, int]] = []
         for number, call in enumerate(calls):
             graph = call.captured.graph
-            released.append({} if device.kind == "cuda" else _released_outputs(call))
+            released.append(_released_outputs(call) if options.plan.outputs == "gradients" else {})
             shared = _counted_elsewhere(call, known)
             tangents = {t for node in tangents_of(call.captured) for t in stored(call, node)}
             back = _passed_gradients(call)
