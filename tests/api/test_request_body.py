@@ -55,6 +55,7 @@ def server(tmp_path_factory):
     limits = ["--max-body", str(SIZE), "--max-ops", "20000", "--solver-memory", "1MiB"]
     with serving(folder, "--store", str(folder / "plans"), *limits, "--solvers", "1") as client:
         client.get(f"/plans/{'0' * 64}")  # its reader is up
+        post(client, b"[]")  # and that of bodies
         yield client
 
 
