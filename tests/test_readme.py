@@ -28,7 +28,7 @@ VOLATILE = (
     r"(?<=\w)=[\d.e-]+(?=[,)])",  # the figures of a report: profiled here
     r"(?<=^planning time   ).*",
     r"(?<=^time         ).*",
-    r"(?<=^location: /plans/)\w+",  # a key names the planner's version
+    r"(?<=^location: /plans/)[\w-]+",  # a key names the planner's version
     r"(?<=^content-length: ).*",
     r"(?<=^traceparent: ).*",
 )
