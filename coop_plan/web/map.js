@@ -19,7 +19,7 @@ const NARROWEST = 4; // moments of the narrowest window
 
 export class MemoryMap {
   // `data` is what planner/inspect/drawing.py writes: columns of rectangles and of moments.
-  // `changed` is called after each change of the window, the pinned moment or the chosen rectangle.
+  // `changed` is called with the map and what was set, or `pinned`, after each change.
   constructor(data, title, changed = () => {}) {
     this.data = data;
     this.count = data.offset.length;
@@ -73,7 +73,7 @@ export class MemoryMap {
     Object.assign(this, options);
     if ("filter" in options || "kinds" in options || "only" in options) this.match();
     this.draw();
-    this.changed(this);
+    this.changed(this, options);
   }
 
   // Rectangles whose tensor, op, module or source line contains the filter, of the kinds and
@@ -429,7 +429,7 @@ export class MemoryMap {
       this.table.show(`In memory at step ${moment}${when}: ${bytes(total)}`, rows);
     }
     if (this.drawn) this.mark();
-    this.changed(this);
+    this.changed(this, { pinned: moment });
   }
 
   choose(i) {
@@ -528,7 +528,7 @@ export class MemoryMap {
     });
   }
 
-  // Differences from other maps of one graph: the tensors whose buffers are of other kinds there.
+  // By tensor the kinds of its buffers, in the order of their begin.
   kindsOfTensors() {
     const found = new Map();
     const { tensor, kind } = this.data;

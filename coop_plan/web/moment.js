@@ -38,12 +38,11 @@ export function byModule(rows) {
   const found = new Map();
   for (const row of rows) {
     const name = row.module || row.line || row.tensor;
-    const sum = found.get(name) ?? { ...row, tensor: "", state: "", op: "", module: name, line: "", bytes: 0, share: 0, count: 0 };
+    const sum = found.get(name) ?? { state: "", op: "", module: name, line: "", bytes: 0, share: 0, count: 0 };
     sum.bytes += row.bytes;
     sum.share += row.share;
     sum.count += 1;
     sum.tensor = sum.count === 1 ? row.tensor : `${sum.count} tensors`;
-    delete sum.rectangle;
     found.set(name, sum);
   }
   return [...found.values()];

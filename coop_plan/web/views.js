@@ -136,15 +136,17 @@ function linked(maps, controls) {
 // `drawings`: [{figures or null, map, title}]; `options.link` keeps the view in the address.
 export function mapsView(drawings, { link = false } = {}) {
   const controls = {};
-  let busy = false; // other maps follow the one that was changed
-  const follow = (map) => {
+  let busy = false; // other maps follow the one whose window was set
+  const follow = (map, options) => {
     if (busy || controls.search === undefined) return;
-    busy = true;
-    const [from, to] = map.window.map((moment) => moment / map.moments);
-    for (const other of maps) {
-      if (other !== map) other.set({ window: [Math.floor(from * other.moments), Math.max(1, Math.ceil(to * other.moments))] });
+    if ("window" in options) {
+      busy = true;
+      const [from, to] = map.window.map((moment) => moment / map.moments);
+      for (const other of maps) {
+        if (other !== map) other.set({ window: [Math.floor(from * other.moments), Math.max(1, Math.ceil(to * other.moments))] });
+      }
+      busy = false;
     }
-    busy = false;
     if (link) state.keep();
   };
   const maps = drawings.map((drawing) => new MemoryMap(drawing.map, `Memory map of ${drawing.title}`, follow));

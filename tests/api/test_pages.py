@@ -283,6 +283,11 @@ def test_wheel_box_and_double_click_zoom_both_maps(page, two_maps):
     others = "[...document.querySelectorAll('canvas[tabindex]')].map((c) => c.map)"
     shares = page.evaluate(f"{others}.map((map) => map.window[1] / map.moments)")
     assert shares[0] == pytest.approx(shares[1], abs=0.05)
+    windows = page.evaluate(f"{others}.map((map) => map.window)")
+    page.get_by_label("horizontal axis").select_option("time")
+    page.get_by_label("horizontal axis").select_option("step")
+    assert page.evaluate(f"{others}.map((map) => map.window)") == windows  # by no rounding
+    canvas.hover(position=spot)
     page.keyboard.down("Alt")
     page.mouse.wheel(0, -300)
     page.keyboard.up("Alt")
