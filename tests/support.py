@@ -1,6 +1,9 @@
 """Plans made the plainest way, independent of the planner: what the verifier must accept."""
 
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from random import Random
 
 import msgspec
@@ -22,6 +25,30 @@ from coop_plan.schemas import (
     parse_graph,
     parse_plan,
 )
+
+
+def run_together(
+    arguments: list[str], count: int, cwd: Path, environment: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    """Output and errors of Python processes that print "ready", and go on at once by a line."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=cwd,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(count)
+    ]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    return [process.communicate() for process in processes]
 
 
 def make_graph(tensors: dict[int, tuple[str, int]], ops: list[dict], **fields) -> Graph:

@@ -19,7 +19,7 @@ from coop_plan.planner import Progress, plan
 from coop_plan.planner.exact.model.separation import RelaxedSolution
 from coop_plan.planner.kernels import ALL, LAYOUT, MODULES, TRANSFERS, _entries, _type
 from coop_plan.planner.placement import place
-from tests.support import make_graph
+from tests.support import make_graph, run_together
 
 ROOT = Path(__file__).parents[2]
 
@@ -365,19 +365,7 @@ print(kernels.compile_modules(("some",)), double(2))
 
 def test_processes_compile_the_kernels_once(kernel):
     """The others wait for the first, and then load what it wrote."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", AT_ONCE],
-            cwd=kernel, env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for _ in range(3)
-    ]  # fmt: skip
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    results = [process.communicate() for process in processes]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    results = run_together(["-c", AT_ONCE], 3, kernel, environment)
     assert sorted(out for out, _ in results) == ["0 4\n", "0 4\n", "1 4\n"]
     assert sum("waiting for another process" in said for _, said in results) == 2

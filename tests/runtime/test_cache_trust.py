@@ -15,6 +15,7 @@ import pytest
 from coop_plan.runtime.cache import plans, profiles
 from coop_plan.runtime.device import build
 from coop_plan.runtime.errors import BuildError
+from tests.support import run_together
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
@@ -306,19 +307,8 @@ def test_processes_that_start_at_once_compile_once(home, source, tmp_path):
     compiler = tmp_path / "compiler"
     compiler.write_text(COMPILER.format(log=tmp_path / "log"))
     compiler.chmod(0o755)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", AT_ONCE, source],
-            cwd=ROOT, env=os.environ | {"CXX": str(compiler)},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for _ in range(3)
-    ]  # fmt: skip
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    seconds = sorted(float(process.communicate()[0]) for process in processes)
+    environment = os.environ | {"CXX": str(compiler)}
+    results = run_together(["-c", AT_ONCE, str(source)], 3, ROOT, environment)
+    seconds = sorted(float(out) for out, _ in results)
     assert (tmp_path / "log").read_text().split() == ["compiled"]
     assert seconds[1] < 2
