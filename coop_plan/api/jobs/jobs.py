@@ -132,7 +132,7 @@ class Jobs:
 
     A job's id is an HMAC of its request: servers that share `secret` agree on it, and clients
     cannot guess it. `on_finish` gets each finished job. `memory` counts the bodies of unfinished
-    jobs, and their records until their clients have read them.
+    jobs, not the records that finished ones hold until their clients have read them.
     """
 
     def __init__(

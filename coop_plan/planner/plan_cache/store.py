@@ -166,7 +166,8 @@ class SqliteStore:
             )
             try:
                 self._create(wal)
-                self._connection.execute(f"pragma busy_timeout={WRITE_MS}")
+                wait_ms = min(WRITE_MS, round(1000 * lock_seconds))
+                self._connection.execute(f"pragma busy_timeout={wait_ms}")
             except sqlite3.Error:
                 self._connection.close()
                 raise

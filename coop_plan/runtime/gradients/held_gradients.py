@@ -141,9 +141,7 @@ class HeldGradients:
             now.across_steps.difference(duplicated),
             now.duplicated.union(duplicated),
             now.consumed.union(consumed).difference(duplicated),
-            now.reserve
-            if now.duplicated.union(duplicated) > now.duplicated
-            else now.reserve + outside,
+            now.reserve + (outside if now.duplicated.issuperset(duplicated) else 0),
         )
         return self.environment != now
 

@@ -335,10 +335,10 @@ class IterationRecorder:
     def returned(self, invocation: Invocation, made: Sequence[Any]) -> None:
         """Record the gradients of a call."""
         number = self._now.numbers.get(invocation)
-        if number is not None:
-            self._now.returned.add(number)
-        number = self._recorded(invocation)
-        if number is not None:
+        if number is None:
+            return
+        self._now.returned.add(number)
+        if self._recorded(invocation) is not None:
             call = self._now.calls[number]
             call.made += storage_addresses(made)
             self._now.made.update(call.made)
