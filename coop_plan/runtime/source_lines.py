@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from coop_plan.runtime.torch_internals.dynamo import outer_frame
 from coop_plan.runtime.torch_internals.dynamo_graphs import graph_break
 
 _FRAME = re.compile(r'File "(.+)", line (\d+)')
@@ -51,7 +52,7 @@ def source_lines_of(gm: fx.GraphModule) -> SourceLines:
 
 def user_call() -> str:
     """The line of the user's code that called into PyTorch, with the class of a called module."""
-    frame, module = inspect.currentframe(), None
+    frame, module = outer_frame(inspect.currentframe()), None
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         found = frame.f_locals.get("self")
         module = found if isinstance(found, torch.nn.Module) else module

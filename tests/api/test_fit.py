@@ -16,7 +16,7 @@ def ask(run, monkeypatch):
     """Run the command where a capture is `graphs(device, batch)`."""
 
     def call(graphs, *arguments):
-        def captured(target, device, batch, optimizer, masters):
+        def captured(target, progress, *, device, batch, optimizer, masters):
             there = Device(kind="cpu", memory_bytes=512 * 50)
             return msgspec.structs.replace(graphs(device, batch), device=there)
 

@@ -202,7 +202,8 @@ def shard_within_budget(rank, count):
     eager, _ = peaks(as_it_is, rank)
     for budget in ("60%", max(eager) * 6 // 10):
         runtime.clear_reports()
-        wrap = partial(torch.compile, backend="coop", options={"budget": budget})
+        options = {"budget": budget, "outputs": "gradients"}
+        wrap = partial(torch.compile, backend="coop", options=options)
         found, shards = peaks(wrap, rank)
         report = runtime.reports()[-1]
         assert "iteration of 3 graphs" in report.name

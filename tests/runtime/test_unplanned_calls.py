@@ -1,8 +1,10 @@
 """What is compiled and not planned is told of, in one line of the log."""
 
+import gc
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 from torch import nn
 
 from coop_plan import runtime
+from coop_plan.runtime.source_lines import user_call
+from coop_plan.runtime.torch_internals import dynamo
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {"budget": "min"}
@@ -233,3 +237,19 @@ def test_what_is_never_called_is_told_of_at_the_first_step():
         [sys.executable, "-c", NEVER], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert done.stderr.count("before one of them was called") == 1
+
+
+@pytest.mark.parametrize("walk", [user_call, dynamo.share_recompile_limit, dynamo.compile_call])
+def test_a_walk_over_frames_keeps_none_of_them(walk):
+    """A frame that is kept keeps its tensors, until garbage is collected."""
+
+    def caller():
+        tensor = torch.ones(1)
+        walk()
+        return weakref.ref(tensor)
+
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()

@@ -159,7 +159,7 @@ def share_recompile_limit() -> None:
     Assumed: the call runs in a function with its `_TorchDynamoContext` as `self`, whose callback
     leads to the frame converter (_dynamo/eval_frame.py:1077).
     """
-    frame = inspect.currentframe()
+    frame = outer_frame(inspect.currentframe())
     while frame is not None:
         found: Any = frame.f_locals.get("self")
         if isinstance(found, torch._dynamo.eval_frame._TorchDynamoContext):
@@ -367,6 +367,15 @@ def _frame_of(code: CodeType) -> FrameType | None:
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame
+
+
+def outer_frame(frame: FrameType | None) -> FrameType | None:
+    """The frame that called `frame`: a walk that reads locals begins there.
+
+    A frame whose `f_locals` were read holds them. One that holds itself, and so the frames that
+    called it with their tensors, lives until garbage is collected.
+    """
+    return None if frame is None else frame.f_back
 
 
 def compilation() -> tuple[int | None, int | None]:
