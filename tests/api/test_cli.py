@@ -37,6 +37,21 @@ from coop_plan.schemas import (
 from tests.support import make_graph, make_plan
 
 
+def test_a_plan_starts_from_another(run, folder):
+    assert run("graph.json", "--budget", "70%", "-o", "known.json")[0] == 0
+    known = json.loads((folder / "known.json").read_text())
+    options = ("--budget", "70%", "--from", "known.json", "--json")
+    code, out, _ = run("graph.json", "--method", "coop", *options)
+    assert code == 0
+    assert json.loads(out)["cost_us"] <= known["cost_us"]
+    example = str(Path(__file__).parents[2] / "examples" / "graph.json")
+    code, _, err = run(example, *options)
+    assert code == 2
+    assert "known.json#/graph: wrong-graph: the plan is for graph sha256:" in err
+    code, _, err = run("graph.json", *options, "--server", "http://localhost:1")
+    assert (code, "--from is for plans made here" in err) == (2, True)
+
+
 def test_plans_without_a_subcommand_and_the_plan_passes_verify(run, folder):
     code, out, err = run("graph.json", "--budget", "330", "--alignment", "1", "-o", "plan.json")
     assert (code, err) == (0, "")

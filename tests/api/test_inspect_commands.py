@@ -149,6 +149,57 @@ def test_a_comparison_without_a_plan_says_why_and_fails(run, folder, budget, cod
     assert ("infeasible" in out) == bool(code)
 
 
+@pytest.mark.parametrize("report", ["report.html", "report.json"])
+def test_a_comparison_resumes(run, folder, monkeypatch, report):
+    """Cells of the report are not planned again; the result is that of a whole comparison."""
+    methods = ("--methods", "coop,keep-all")
+    assert run("compare", EXAMPLE, *methods, "--budgets", "100%,1KiB", "-o", report)[0] == 0
+    asked = []
+
+    def recorded(graph, questions, processes):
+        asked.extend((str(each.budget_), each.method) for each in questions)
+        return compare(graph, questions, processes)
+
+    monkeypatch.setattr("coop_plan.planner.inspect.compare.compare", recorded)
+    whole = (*methods, "--budgets", "100%,1KiB,70%")
+    code, out, err = run("compare", EXAMPLE, *whole, "-o", report, "--resume")
+    assert code == 0
+    assert asked == [("70%", "coop"), ("70%", "keep-all")]
+    assert "coop within 1KiB: coop cannot meet a budget" in err
+    asked.clear()
+    code, again, _ = run("compare", EXAMPLE, *whole, "-o", report, "--resume")
+    assert (code, again, asked) == (0, out, [])
+    if report.endswith(".html"):
+        data = re.search(r'id="data">(.*?)</script>', Path(report).read_text(), re.DOTALL)[1]
+        cells = json.loads(data)["cells"]
+        assert all(cell["map"] for cell in cells if cell["state"] == "planned")
+    run(
+        "compare",
+        EXAMPLE,
+        *methods,
+        "--budgets",
+        "100%",
+        "--time-limit",
+        "9",
+        "-o",
+        report,
+        "--resume",
+    )
+    assert len(asked) == 2
+
+
+def test_a_comparison_resumes_only_its_own_report(run, folder):
+    few = ("--methods", "keep-all", "--budgets", "100%", "--resume")
+    assert run("compare", EXAMPLE, *few, "-o", "new.json")[0] == 0  # nothing to resume yet
+    code, _, err = run("compare", "graph.json", *few, "-o", "new.json")
+    assert (code, "new.json: the report is of another graph" in err) == (2, True)
+    Path("no.html").write_text("<p>")
+    code, _, err = run("compare", EXAMPLE, *few, "-o", "no.html")
+    assert (code, "no.html: this is no report" in err) == (2, True)
+    code, _, err = run("compare", EXAMPLE, *few, "-o", "only.csv")
+    assert (code, "--resume needs the .html or .json report" in err) == (2, True)
+
+
 def test_a_comparison_that_is_stopped_ends_its_processes(chain):
     asked = [PlanOptions.of({"budget": b, "method": "keep-all"}) for b in ("min", "100%")]
     cells = compare(chain, asked, 1)
