@@ -52,6 +52,24 @@ def test_a_plan_starts_from_another(run, folder):
     assert (code, "--from is for plans made here" in err) == (2, True)
 
 
+def test_alone_it_prints_its_help(run):
+    assert run() == run("--help")
+    assert run()[0] == 0
+
+
+def test_the_shell_completes_as_documented():
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    assert 'eval "$(_COOP_PLAN_COMPLETE=bash_source coop-plan)"' in page
+    asked = {"COMP_WORDS": "coop-plan comp", "COMP_CWORD": "1"}
+    asked["_COOP_PLAN_COMPLETE"] = "bash_complete"
+    script = "from coop_plan.api.cli.main import main; main()"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(
+        command, env=os.environ | asked, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["plain,compare"]
+
+
 def test_plans_without_a_subcommand_and_the_plan_passes_verify(run, folder):
     code, out, err = run("graph.json", "--budget", "330", "--alignment", "1", "-o", "plan.json")
     assert (code, err) == (0, "")

@@ -114,6 +114,15 @@ def test_show_writes_a_page_of_two_plans_or_a_picture_of_one(run, folder):
     assert "wrong-graph" in err
 
 
+def test_a_picture_s_ticks_are_round_sizes(run, folder):
+    pytest.importorskip("matplotlib")
+    assert run(EXAMPLE, "--budget", "60%", "-o", "plan.json")[0] == 0
+    assert run("show", EXAMPLE, "plan.json", "-o", "map.svg")[0] == 0
+    ticks = re.findall(r"<!-- ([\d.]+ [KMG]?i?B) -->", (folder / "map.svg").read_text())
+    assert len(ticks) > 3
+    assert all(float(tick.split()[0]).is_integer() for tick in ticks)
+
+
 def test_a_comparison_s_figures_are_the_plans_in_every_form(run, folder, chain):
     reports = ("-o", "all.html", "-o", "all.json", "-o", "all.csv")
     budgets, methods = ("--budgets", "100%,10%,min"), ("--methods", "coop,keep-all")

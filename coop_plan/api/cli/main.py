@@ -159,7 +159,10 @@ def _request(server: str, graph: "Graph", options: "PlanOptions") -> "Plan":
         from coop_plan.client.client import Client
         from coop_plan.client.protocol import ServerError
     except ModuleNotFoundError as error:
-        fail(f"--server needs {error.name}: pip install 'coop-plan[client]'", EXIT_ERROR)
+        fail(
+            f"--server needs {error.name}: pip install '.[client]' in a clone of coop-plan",
+            EXIT_ERROR,
+        )
     try:
         with Client(server) as client:
             return client.plan(graph, options)
@@ -269,8 +272,8 @@ def _run(arguments: list[str] | None) -> None:
         sys.stdout.flush()
     except InvalidInputError as error:
         fail(error if error.source else option_message(error), EXIT_INVALID)
-    except click.exceptions.NoArgsIsHelpError:
-        fail("no GRAPH given (see coop-plan --help)", EXIT_INVALID)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
     except click.UsageError as error:
         fail(f"{error.format_message()} (see coop-plan --help)", EXIT_INVALID)
     except click.exceptions.Exit as stop:
