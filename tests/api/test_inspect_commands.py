@@ -39,6 +39,16 @@ def test_explain_of_a_budget_that_cannot_be_met_names_the_blocker(run):
     assert "aten.mul.Tensor" in err
 
 
+def test_prices_are_those_of_the_plan_s_link_and_outputs(run, folder):
+    options = ("--budget", "60%", "--link", "25GB/s", "--outputs", "arena", "-o", "moved.json")
+    assert run(EXAMPLE, *options)[0] == 0
+    made = json.loads((folder / "moved.json").read_text())
+    found = json.loads(run("explain", EXAMPLE, "moved.json", "--json")[1])
+    assert found["moves"]
+    prices = {price["budget_bytes"]: price["overhead"] for price in found["prices"]}
+    assert prices[made["budget_bytes"]] == pytest.approx(made["overhead"])
+
+
 def test_explain_prints_no_name_that_moves_the_cursor_or_has_no_end(run, folder):
     graph = json.loads(Path(EXAMPLE).read_text())
     graph["tensors"] = [
