@@ -166,14 +166,23 @@ export class MemoryMap {
     this.marks(pen, paint);
     this.bands.draw(pen, paint, this.bottom + BELOW);
     this.minimap.draw();
+    this.copied = false;
+    if (this.pinned >= 0 || this.chosen >= 0) this.copy();
+    this.overlay(pen, paint);
+  }
+
+  // Copy the picture while nothing lies on it: at the first overlay, not at each frame.
+  copy() {
+    if (this.copied) return;
+    this.copied = true;
     this.drawn = this.drawn ?? document.createElement("canvas");
     [this.drawn.width, this.drawn.height] = [this.canvas.width, this.canvas.height];
     this.drawn.getContext("2d").drawImage(this.canvas, 0, 0);
-    this.overlay(pen, paint);
   }
 
   // Redraw what lies on the finished picture, with the corners of a box that is being drawn.
   mark(box = null) {
+    this.copy();
     const pen = this.canvas.getContext("2d");
     pen.save();
     pen.resetTransform();
@@ -428,7 +437,7 @@ export class MemoryMap {
       const when = us.length ? `, ${micros(us[moment])}` : "";
       this.table.show(`In memory at step ${moment}${when}: ${bytes(total)}`, rows);
     }
-    if (this.drawn) this.mark();
+    if (this.columns) this.mark();
     this.changed(this, { pinned: moment });
   }
 
@@ -442,7 +451,7 @@ export class MemoryMap {
       this.tip.replaceChildren(...lines.map((line) => element("div", {}, line)));
       this.status.textContent = lines.join("; ");
     } else this.status.textContent = "";
-    if (changed && this.drawn) this.mark();
+    if (changed && this.columns) this.mark();
   }
 
   words(i) {

@@ -111,7 +111,12 @@ function differences(maps) {
 
 // State of the maps in the address, so that a link leads to the same view.
 function linked(maps, controls) {
+  let due = 0; // browsers limit changes of the address, and each costs as much as a frame
   const keep = () => {
+    due ||= setTimeout(write, 100);
+  };
+  const write = () => {
+    due = 0;
     const [map] = maps;
     const state = new URLSearchParams();
     if (map.window[1] - map.window[0] < map.moments) state.set("steps", map.window.join("-"));

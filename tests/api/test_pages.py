@@ -61,11 +61,11 @@ def two_maps(plans, tmp_path_factory):
     return path.as_uri()
 
 
-def serious(page):
-    """Accessibility faults that axe-core finds in a page."""
+def faults(page):
+    """Accessibility faults of any impact that axe-core finds in a page."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     found = axe.run(page).response["violations"]
-    return [f["id"] for f in found if f["impact"] in ("serious", "critical")]
+    return [f["id"] for f in found]
 
 
 def test_pointing_at_a_rectangle_shows_tensor_op_module_line_size_and_steps(page, two_maps, plans):
@@ -147,13 +147,33 @@ def test_the_keyboard_alone_selects_zooms_and_filters(page, two_maps):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_maps_have_no_serious_fault_of_accessibility(browser, two_maps, scheme):
+def test_maps_have_no_fault_of_accessibility(browser, two_maps, scheme):
     context = browser.new_context(color_scheme=scheme, viewport={"width": 380, "height": 800})
     page = context.new_page()
     page.goto(two_maps)
-    assert serious(page) == []
+    assert faults(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= 380  # a phone's width
     context.close()
+
+
+def frame_ms(page, frames=50):
+    """CPU time of a frame of almost the whole plan, of the page's main thread, ms."""
+    metrics = page.context.new_cdp_session(page)
+    metrics.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def cpu():
+        found = metrics.send("Performance.getMetrics")["metrics"]
+        return {entry["name"]: entry["value"] for entry in found}["TaskDuration"]
+
+    begin = cpu()
+    page.evaluate(
+        """(frames) => {
+        const map = document.querySelector("canvas").map;
+        for (let i = 0; i < frames; i += 1) map.set({ window: [i, map.moments - frames + i] });
+    }""",
+        frames,
+    )
+    return 1000 * (cpu() - begin) / frames
 
 
 def test_fifty_thousand_buffers_are_drawn_and_found(page, tmp_path):
@@ -198,6 +218,8 @@ def test_fifty_thousand_buffers_are_drawn_and_found(page, tmp_path):
     }""")
     assert 0.039 < painted < 0.2
     box = page.locator("canvas").first.bounding_box()
+    # 4 to 7 ms alone; a busy machine's other work takes its caches.
+    assert min(frame_ms(page) for _ in range(3)) < 16
     page.evaluate("document.querySelector('canvas').map.set({ window: [1000, 2000] })")
     page.mouse.move(box["x"] + 500, box["y"] + 200)
     page.mouse.down()
@@ -330,7 +352,7 @@ def test_a_tap_pins_and_a_pinch_zooms(browser, two_maps):
     send("touchEnd")
     low, high = page.evaluate(WINDOW)
     assert (high - low) / page.evaluate("document.querySelector('canvas').map.moments") < 0.6
-    assert serious(page) == []
+    assert faults(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= 380
     context.close()
 
@@ -384,6 +406,7 @@ def test_a_link_leads_to_the_same_view(page, two_maps):
     click(page, 30)
     state = "(({ window, pinned, byTime, filter }) => [window, pinned, byTime, filter])"
     state = f"{state}(document.querySelector('canvas').map)"
+    page.wait_for_function("location.hash.includes('at=30')")
     before, address = page.evaluate(state), page.url
     page.goto("about:blank")
     page.goto(address)
@@ -467,7 +490,7 @@ def test_the_report_opens_the_map_of_a_plan(page, tmp_path, plans):
     assert page.evaluate("document.activeElement === document.querySelector('.map canvas')")
     assert page.evaluate("document.activeElement.getBoundingClientRect().top < innerHeight")
     assert "coop within 1%: too small" in page.get_by_label("failures").inner_text()
-    assert serious(page) == []
+    assert faults(page) == []
     page.evaluate("document.querySelector('.opened').replaceChildren()")
     page.locator("section canvas").first.click(
         position=page.evaluate("""() => {
@@ -548,16 +571,17 @@ def test_the_page_of_the_interface_names_its_example(browser, service):
         operation = visit.page.locator("#operations-default-post_plan_plan_post")
         operation.locator("button").first.click()
         visit.page.get_by_text("three layers and their gradients").first.wait_for()
+        assert faults(visit.page) == []
         assert visit.wrong == []
 
 
 def test_the_service_s_page_plans_a_graph_and_shows_what_the_planner_makes(browser, service):
     with Visit(browser, service) as visit:
         page = visit.page
-        assert serious(page) == []
+        assert faults(page) == []
         page.set_input_files("#graph", ROOT / "examples" / "graph.json")
         page.get_by_text("53 ops, 72 tensors").wait_for()
-        visit.choose("coop", "coop-offline", budgets="60%, 60MiB", time_limit="100")
+        visit.choose("coop", "dtr", budgets="60%, 60MiB", time_limit="100")
         visit.plan()
         visit.status("4 of 4 plans")
         page.locator(".map canvas[tabindex]").first.wait_for()
@@ -573,7 +597,7 @@ def test_the_service_s_page_plans_a_graph_and_shows_what_the_planner_makes(brows
         assert (
             'graph, "60%", method="coop", time_limit=100' in page.locator("pre").last.inner_text()
         )
-        assert serious(page) == []
+        assert faults(page) == []
         assert page.evaluate("document.documentElement.scrollWidth") <= 380
         with page.expect_download() as saved:
             page.get_by_role("button", name="download of coop within 60%").press("Enter")
@@ -605,7 +629,7 @@ def test_a_sample_begins_and_plans_appear_as_they_come(browser, service):
         page.locator(".map canvas[tabindex]").wait_for()
         page.get_by_text(re.compile(r"\d+ s left")).wait_for()
         stop = page.get_by_role("button", name="Cancel", exact=True)
-        assert serious(page) == []
+        assert faults(page) == []
         stop.press("Enter")
         visit.status("1 of 2 plans, 1 cancelled")
         playwright.expect(stop).to_be_disabled()
@@ -654,7 +678,7 @@ def test_an_error_is_at_the_field_that_it_is_of(browser, service, field, options
         assert len(visit.sent("POST", "/plan")) == requests
         others = {"graph", "token", "budgets", "time_limit", "host_budget", "methods"} - {field}
         assert {visit.page.locator(f"#{other}-error").inner_text() for other in others} == {""}
-        assert serious(visit.page) == []
+        assert faults(visit.page) == []
         visit.choose("keep-all", budgets="100%", time_limit="", host_budget="")
         visit.plan()
         visit.status("1 of 1 plans")

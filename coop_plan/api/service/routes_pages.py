@@ -24,7 +24,29 @@ DOCS_PATHS = frozenset({"/docs", *(f"/docs/{name}" for name in DOCS_FILES)})
 
 _SCRIPT = """
 SwaggerUIBundle({ url: "/openapi.json", dom_id: "#docs", deepLinking: true, validatorUrl: null });
+// Swagger UI nests links in buttons, and its scrolling examples cannot be reached by keyboard.
+const mend = () => {
+  for (const link of document.querySelectorAll("button a[href]")) link.removeAttribute("href");
+  for (const text of document.querySelectorAll("pre.microlight")) text.tabIndex = 0;
+  document.querySelector(".info h1, .info h2")?.setAttribute("aria-level", "2");
+};
+const docs = document.getElementById("docs");
+new MutationObserver(mend).observe(docs, { childList: true, subtree: true });
 """
+_STYLE = """
+h1 { position: absolute; clip-path: inset(50%); }
+.swagger-ui .info .title small.version-stamp { background: #4a6b00; }
+.swagger-ui .info .url { color: #1f62b0; }
+.swagger-ui .btn.authorize, .swagger-ui .btn.authorize span { color: #1d6b46; }
+.swagger-ui .opblock .opblock-summary-method { background: #1f62b0 !important; }
+.swagger-ui .opblock-post .opblock-summary-method { background: #1d6b46 !important; }
+.swagger-ui .opblock-put .opblock-summary-method { background: #855000 !important; }
+.swagger-ui .opblock-delete .opblock-summary-method { background: #b3261e !important; }
+.swagger-ui .json-schema-2020-12-expand-deep-button { color: #333; }
+.swagger-ui .microlight span[style*="211, 99, 99"] { color: #ffa3a3 !important; }
+"""
+"""Swagger UI's colours lack contrast."""
+
 _DOCS = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -33,9 +55,13 @@ _DOCS = f"""<!DOCTYPE html>
 <link rel="icon" href="data:,">
 <link rel="stylesheet" href="/docs/swagger-ui.css">
 <title>coop-plan: API</title>
+<style>{_STYLE}</style>
 </head>
 <body>
-<main id="docs"></main>
+<main>
+<h1>coop-plan: API</h1>
+<div id="docs"></div>
+</main>
 <script src="/docs/swagger-ui-bundle.js"></script>
 <script>{_SCRIPT}</script>
 </body>
