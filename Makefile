@@ -101,8 +101,8 @@ else
 	@echo "no $(DATA): benchmarks of recorded graphs were left out (make bench DATA=FOLDER)"
 endif
 
-papers: $(READY) ## Write docs/papers.md: the papers' figures with ours (half an hour)
-	$(BIN)/python -m benchmarks.papers --output docs/papers.md
+papers: $(READY) ## Write docs/papers*.md: the papers' figures with ours (half an hour)
+	$(BIN)/python -m benchmarks.papers --output docs
 
 # Packages that a machine with Python 3.12 and PyTorch lacks (benchmarks/gpu_step.py).
 GPU_WHEELS := msgspec click rich markdown-it-py mdurl \

@@ -103,7 +103,7 @@ def captured(
 def _fail_without_torch(command: str, error: ModuleNotFoundError) -> NoReturn:
     if error.name != "torch":
         raise error
-    fail(f"{command} needs PyTorch: pip install 'coop-plan[torch]'", EXIT_ERROR)
+    fail(f"{command} needs PyTorch: pip install '.[torch]' in a clone of coop-plan", EXIT_ERROR)
 
 
 @click.command(short_help="Measure this machine's device into a device file.")
