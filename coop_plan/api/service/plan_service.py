@@ -138,7 +138,10 @@ class PlanService:
     async def _find(
         self, name: bytes, task: WorkerRequest, body: bytes = b""
     ) -> tuple[Reply, bytes]:
-        """The stored answer: from the response cache, if its records are unchanged, or read."""
+        """The stored answer: from the response cache, if its records are unchanged, or read.
+
+        A record that was put back after a better one is no reason to answer worse than before.
+        """
         cached = self._responses.get(name)
         if cached is not None:
             try:
@@ -148,7 +151,14 @@ class PlanService:
             if seals == cached[0].seals:
                 self._on_hit(cached[0])
                 return cached
-        reply, data = await self.call_reader(task, body)
+        try:
+            reply, data = await self.call_reader(task, body)
+        except ProblemError as problem:
+            if cached is None or problem.name != "budget-infeasible":
+                raise
+            return cached
+        if cached is not None and reply.found and _is_better(cached[0], reply):
+            reply, data = msgspec.structs.replace(cached[0], seals=reply.seals), cached[1]
         record = self._unkept.get(reply.key)
         if record and not reply.found:
             task = msgspec.structs.replace(task, with_record=True)
@@ -285,6 +295,12 @@ class PlanService:
         self._readers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._store.close()
+
+
+def _is_better(old: Reply, new: Reply) -> bool:
+    """True if the old answer to a request is better than the new one, for the same costs."""
+    before, now = old.figures.overhead, new.figures.overhead
+    return old.costs == new.costs and before is not None and now is not None and before < now
 
 
 def _raise(reply: Reply) -> None:
