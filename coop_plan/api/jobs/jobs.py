@@ -39,7 +39,9 @@ class Job:
         caller: name of the caller that started it.
         waiting: number of clients that wait for it.
         detached: a client has its URL and may read it later, so that it runs without clients.
-        record: the answer as it was stored, or `unkept` if the store may not have it.
+        record: the answer as it was stored, or `unkept` if the store may not have it; empty when no
+            client waits for it, or memory is full.
+        counted: bytes of the record that are counted.
     """
 
     id: str
@@ -52,6 +54,7 @@ class Job:
     waiting: int = 0
     detached: bool = False
     record: bytes = b""
+    counted: int = 0
     unkept: bool = False
     problem: Reply | None = None
     ended: float | None = None
@@ -132,7 +135,7 @@ class Jobs:
 
     A job's id is an HMAC of its request: servers that share `secret` agree on it, and clients
     cannot guess it. `on_finish` gets each finished job. `memory` counts the bodies of unfinished
-    jobs, not the records that finished ones hold until their clients have read them.
+    jobs, and the records that finished ones hold until their clients have read them.
     """
 
     def __init__(
@@ -227,7 +230,8 @@ class Jobs:
     def _drop_record(self, job: Job) -> None:
         """Drop the record of a job that no client waits for; the plan store has it."""
         if job.task is not None and job.task.done() and not job.waiting:
-            job.record = b""
+            self._memory.free(job.counted)
+            job.record, job.counted = b"", 0
 
     def _finished(self, job: Job, size: int) -> None:
         self._memory.free(size)
@@ -238,6 +242,11 @@ class Jobs:
         job.finish("failed", Reply(problem="internal-error", detail="the solve could not be run"))
         if self._on_finish is not None:
             self._on_finish(job)
+        try:
+            self._memory.take(len(job.record))
+            job.counted = len(job.record)
+        except ProblemError:  # the clients read the plan store
+            job.record = b""
         self._drop_record(job)
 
     def _keep(self, job: Job) -> None:

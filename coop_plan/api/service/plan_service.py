@@ -204,7 +204,7 @@ class PlanService:
                             return reply, b"", job
                         smaller = WorkerRequest("for-smaller-budget")
                         return *await self.call_reader(smaller, asked), job
-                    record = job.record
+                    record = job.record or self._unkept.get(reply.key)
                 finally:
                     self.jobs.unsubscribe(job, returning=self._closing)
                 own = job.plan == plan_path(reply.key, reply.costs)
