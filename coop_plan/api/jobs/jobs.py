@@ -17,6 +17,7 @@ from coop_plan.api.jobs.request_handler import Figures, Reply
 from coop_plan.api.jobs.worker_process import JobRequest, WorkerRequest
 from coop_plan.api.service.problems import ProblemError
 from coop_plan.api.service.request_body import Memory
+from coop_plan.planner.plan_cache.store import planner_version
 
 FINISHED_JOBS = 1000
 """Finished jobs that are kept, so that clients can still read them."""
@@ -173,7 +174,7 @@ class Jobs:
         Raises:
             ProblemError: the queue is full.
         """
-        task = WorkerRequest("solve")
+        task = WorkerRequest("solve", version=planner_version())
         seconds = self._seconds if miss.seconds is None else miss.seconds
         request = JobRequest(key=miss.key, costs=miss.costs, task=task, seconds=seconds)
         # A solve with less time is not shared: it may fail where one's own would not.
@@ -186,7 +187,7 @@ class Jobs:
             ProblemError: the queue is full.
         """
         seconds = min(seconds, self._seconds)
-        task = WorkerRequest("improve", key=key, costs=costs, seconds=seconds)
+        task = WorkerRequest("improve", "", key, costs, seconds=seconds, version=planner_version())
         request = JobRequest(key=key, costs=costs, task=task, seconds=seconds)
         return self._start(f"{key} {costs} better", request, b"", caller)
 
