@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from coop_plan.api.service.headers import SECURITY_HEADERS
 from coop_plan.api.service.problems import response
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -39,12 +40,8 @@ class HostCheck:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                headers.setdefault("X-Content-Type-Options", "nosniff")
-                headers.setdefault("Cache-Control", "no-store")
-                policy = "default-src 'none'; frame-ancestors 'none'"
-                headers.setdefault("Content-Security-Policy", policy)
-                headers.setdefault("Cross-Origin-Resource-Policy", "same-origin")
-                headers.setdefault("Referrer-Policy", "no-referrer")
+                for name, value in SECURITY_HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         headers = Headers(scope=scope)

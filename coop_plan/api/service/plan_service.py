@@ -22,7 +22,7 @@ from coop_plan.api.service.auth import Caller
 from coop_plan.api.service.host_check import LOOPBACK
 from coop_plan.api.service.metrics import Metrics
 from coop_plan.api.service.problems import ProblemError
-from coop_plan.api.service.request_body import Body, Memory
+from coop_plan.api.service.request_body import MAX_BODIES, Body, BodyReader, Memory
 from coop_plan.api.service.response_cache import MAX_REQUEST_BYTES, ResponseCache, cache_key
 from coop_plan.api.service.tokens import TokenFile
 from coop_plan.api.service.unkept_plans import UnkeptPlans
@@ -72,8 +72,12 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
 class PlanService:
     """Answers requests from the store, or by one solve for all identical requests."""
 
-    def __init__(self, settings: ServiceSettings, metrics: Metrics, memory: Memory) -> None:
-        self._metrics, self._limits = metrics, settings.limits
+    def __init__(
+        self, settings: ServiceSettings, metrics: Metrics, memory: Memory | None = None
+    ) -> None:
+        self.metrics, self.limits = metrics, settings.limits
+        memory = memory or Memory(MAX_BODIES * settings.limits.body_bytes)
+        self.bodies = BodyReader(settings.limits.body_bytes, memory)
         reader = settings.worker(settings.reader_memory, solves=False)
         self._readers = ProcessPool(reader, settings.readers)
         self._threads = ThreadPoolExecutor(settings.readers, thread_name_prefix="reader")
@@ -105,7 +109,7 @@ class PlanService:
         self._improver = BackgroundImprover(self.jobs, self.executor) if settings.improve else None
 
     def _on_finish(self, job: Job) -> None:
-        self._metrics.observe_solve(job.state, job.seconds, job.figures.gap)
+        self.metrics.observe_solve(job.state, job.seconds, job.figures.gap)
         if job.unkept:
             self._unkept.add(job.plan.partition("-")[0], job.record)
 
@@ -130,7 +134,7 @@ class PlanService:
             message = "the request needs more memory or time to read than this server gives it"
             raise ProblemError("too-much-work", message) from None
         if reply.dropped:
-            self._metrics.count_dropped(reply.dropped)
+            self.metrics.count_dropped(reply.dropped)
             log.warning("%d records of the plan store were damaged or no answer", reply.dropped)
         _raise(reply)
         return reply, data
@@ -185,7 +189,7 @@ class PlanService:
         smaller budget, if `provisional` and there is one, or empty.
         """
         caller: Caller = request.state.caller
-        find = WorkerRequest("find", body.encoding, limits=caller.within(self._limits))
+        find = WorkerRequest("find", body.encoding, limits=caller.within(self.limits))
         reply, data = await self._find(cache_key(body.encoding, body.data), find, body.data)
         if reply.found:
             return reply, data, None
