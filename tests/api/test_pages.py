@@ -491,7 +491,7 @@ def test_the_service_s_page_plans_a_graph_and_shows_what_the_planner_makes(
     with serving(folder, "--store", str(folder / "plans.db"), "--solvers", "1") as server:
         at = str(server.base_url).rstrip("/")
         page.goto(f"{at}/docs")
-        operation = page.locator("#operations-default-post_plan_plan_post")
+        operation = page.locator("#operations-plans-post_plan_plan_post")
         operation.locator("button").first.click()
         page.get_by_text("three layers and their gradients").first.wait_for()
         assert wrong == []

@@ -5,11 +5,10 @@ A route names its scopes by `Security`; a token needs one of them. Routes withou
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Annotated
 
 import msgspec
-from fastapi import Depends, Request, Security
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
+from fastapi import Request, Security
+from fastapi.security import HTTPBearer, SecurityScopes
 from limits import RateLimitItemPerSecond
 from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter
@@ -18,8 +17,6 @@ from coop_plan.api.jobs.jobs import Job
 from coop_plan.api.jobs.request_handler import Limits
 from coop_plan.api.service.problems import ProblemError
 from coop_plan.api.service.tokens import Token, TokenFile, TokenLimits
-
-BEARER = HTTPBearer(scheme_name="token", auto_error=False)
 
 
 @dataclass(eq=False)
@@ -99,19 +96,20 @@ class Callers:
             raise ProblemError("too-many-requests", message, retry_after=1)
 
 
-async def authenticate(
-    request: Request,
-    needed: SecurityScopes,
-    token: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)],
-) -> Caller:
-    """The caller of a request, also in `request.state`."""
-    callers: Callers = request.app.state.callers
-    caller = callers.find(token.credentials.strip() if token else "", needed.scopes)
-    request.state.caller = caller
-    return caller
+class Authenticate(HTTPBearer):
+    """Dependency: the caller of a request, also in `request.state`."""
+
+    async def __call__(self, request: Request, needed: SecurityScopes) -> Caller:  # type: ignore[override]
+        """The caller; raises `ProblemError` without a token of one of the scopes."""
+        callers: Callers = request.app.state.callers
+        kind, _, token = request.headers.get("authorization", "").partition(" ")
+        caller = callers.find(token.strip() if kind.lower() == "bearer" else "", needed.scopes)
+        request.state.caller = caller
+        return caller
 
 
-READER = Security(authenticate, scopes=["read", "plan"])
-PLANNER = Security(authenticate, scopes=["plan"])
-CANCELLER = Security(authenticate, scopes=["plan", "admin"])
-ADMIN = Security(authenticate, scopes=["admin"])
+AUTHENTICATE = Authenticate(scheme_name="token")
+READER = Security(AUTHENTICATE, scopes=["read", "plan"])
+PLANNER = Security(AUTHENTICATE, scopes=["plan"])
+CANCELLER = Security(AUTHENTICATE, scopes=["plan", "admin"])
+ADMIN = Security(AUTHENTICATE, scopes=["admin"])

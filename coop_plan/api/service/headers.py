@@ -66,32 +66,22 @@ class DocumentHeaders(AnswerHeaders):
     cache_control: str = "private, no-cache"
 
 
-class Preferences(BaseModel):
-    """Preferences of a client (`Prefer`, RFC 7240)."""
-
-    wait: float = WAIT_SECONDS
-    provisional: bool = True
-
-    @classmethod
-    def parse(cls, prefer: object) -> "Preferences":
-        """The known preferences of a header; others are ignored, as the RFC says."""
-        text = str(prefer).lower()
-        found = re.search(r"(?:^|[,;]\s*)wait=(\d{1,9})\b", text)
-        wait = WAIT_SECONDS if found is None else min(float(found[1]), MAX_WAIT_SECONDS)
-        answered_async = re.search(r"(?:^|[,;]\s*)respond-async\b", text)
-        return cls(wait=wait, provisional=answered_async is None)
-
-
-PREFERENCES = Preferences()
-
 Prefer = Annotated[
-    Preferences,
-    BeforeValidator(Preferences.parse, json_schema_input_type=str),
+    str,
     Header(
         description="`wait=N`: seconds to wait for the plan (10, at most 120). `respond-async`: no"
         " provisional plan"
     ),
 ]
+
+
+def preferences(prefer: str) -> tuple[float, bool]:
+    """Seconds to wait, and whether a provisional plan is welcome, from `Prefer` (RFC 7240)."""
+    text = prefer.lower()
+    found = re.search(r"(?:^|[,;]\s*)wait=(\d{1,9})\b", text)
+    wait = WAIT_SECONDS if found is None else min(float(found[1]), MAX_WAIT_SECONDS)
+    return wait, re.search(r"(?:^|[,;]\s*)respond-async\b", text) is None
+
 
 LastEventId = Annotated[
     int,

@@ -10,13 +10,13 @@ from coop_plan.api.jobs.worker_process import plan_path
 from coop_plan.api.service.auth import PLANNER, READER, Caller
 from coop_plan.api.service.dependencies import Service
 from coop_plan.api.service.headers import (
-    PREFERENCES,
     DocumentHeaders,
     JobHeaders,
     Known,
     PlanHeaders,
     Prefer,
     document_response,
+    preferences,
 )
 from coop_plan.api.service.problems import COMMON, ProblemError, described
 
@@ -79,12 +79,11 @@ def job_started(description: str) -> dict[str, Any]:
     openapi_extra={"requestBody": {"required": True, "content": REQUEST}},
     dependencies=[PLANNER],
 )
-async def post_plan(request: Request, service: Service, prefer: Prefer = PREFERENCES) -> Response:
+async def post_plan(request: Request, service: Service, prefer: Prefer = "") -> Response:
     """The stored plan, or the one that a solve makes."""
+    wait, provisional = preferences(prefer)
     async with service.bodies.read(request) as body:
-        reply, data, job = await service.answer(
-            request, body, prefer.wait, provisional=prefer.provisional
-        )
+        reply, data, job = await service.answer(request, body, wait, provisional=provisional)
     headers = {
         "Location": f"/plans/{plan_path(reply.key, reply.costs)}",
         "Coop-Plan-Cache": "hit",
