@@ -280,12 +280,13 @@ class RequestHandler:
         So neither a server nor a broker holds the graphs of queued jobs. If the graph cannot be
         stored, it is in the request.
         """
-        stored = parsed.stored
-        document = parsed.graph.to_json().encode() if stored is None else stored.document
         graph: Graph | str = parsed.graph
+        stored = parsed.stored or ParsedGraph(
+            parsed.graph, parsed.structure, parsed.graph.to_json().encode()
+        )
         with contextlib.suppress(OSError, sqlite3.Error):
-            digest = digest_of(document)
-            self._graphs.ensure(digest, document)
+            digest = digest_of(stored.document)
+            self._graphs.ensure(digest, stored)
             graph = digest
         return msgspec.structs.replace(parsed.options, graph=graph).to_json().encode()
 

@@ -1,12 +1,12 @@
-"""Headers of requests and answers, as pydantic models that describe themselves in OpenAPI."""
+"""Headers of requests and answers, described in OpenAPI."""
 
 import hashlib
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import Header
 from fastapi.responses import Response
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator
 
 SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -23,48 +23,15 @@ WAIT_SECONDS = 10.0
 MAX_WAIT_SECONDS = 120.0
 
 
-class AnswerHeaders(BaseModel):
-    """Headers of an answer; a field's name with dashes is the header's."""
-
-    model_config = ConfigDict(alias_generator=lambda n: n.title().replace("_", "-"))
-
-    @classmethod
-    def described(cls) -> dict[str, Any]:
-        """The headers in OpenAPI."""
-        found = cls.model_json_schema()
-        return {
-            name: {
-                "schema": schema,
-                "description": schema.pop("description", ""),
-                "required": name in found.get("required", ()),
-            }
-            for name, schema in found["properties"].items()
-        }
+def described_headers(**headers: str) -> dict[str, Any]:
+    """Headers of an answer in OpenAPI, from their names with _ for - and their descriptions."""
+    return {
+        name.replace("_", "-"): {"schema": {"type": "string"}, "description": text}
+        for name, text in headers.items()
+    }
 
 
-class PlanHeaders(AnswerHeaders):
-    """Headers of a plan."""
-
-    location: str = Field(description="Path of the plan for these costs")
-    coop_plan_cache: Literal["hit", "miss", "provisional"] = Field(
-        description="Stored before, made now, or one for a smaller budget while the plan is made"
-    )
-    link: str = Field("", description='Job of a provisional plan: `</jobs/{id}>; rel="monitor"`')
-
-
-class JobHeaders(AnswerHeaders):
-    """Headers of a job that was started."""
-
-    location: str = Field(description="Path of the job")
-    retry_after: str = Field(description="Seconds until a good time to ask again")
-
-
-class DocumentHeaders(AnswerHeaders):
-    """Headers of a document."""
-
-    etag: str = Field(alias="ETag", description="Digest of the document")
-    cache_control: str = "private, no-cache"
-
+TAG = described_headers(ETag="Digest of the document")
 
 Prefer = Annotated[
     str,
@@ -98,7 +65,7 @@ Known = Annotated[
 def document_response(known: list[str], data: bytes, tag: str = "") -> Response:
     """The JSON document, or 304 if the client has it; its `ETag` is `tag` or else its SHA-256."""
     etag = f'"{tag or hashlib.sha256(data).hexdigest()}"'
-    headers = DocumentHeaders(ETag=etag).model_dump(by_alias=True)
+    headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
     tags = [part.strip().removeprefix("W/") for part in ",".join(known).split(",")]
     if etag in tags or tags == ["*"]:
         return Response(status_code=304, headers=headers)

@@ -8,9 +8,10 @@ import os
 import sqlite3
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated
 
 import msgspec
-from fastapi import Request
+from fastapi import Depends, Request
 
 from coop_plan.api.jobs.background_improver import SEARCH_SECONDS, BackgroundImprover
 from coop_plan.api.jobs.jobs import Job, JobExecutor, Jobs
@@ -316,3 +317,14 @@ async def _disconnected(request: Request) -> None:
     """Return when the client disconnects, after its body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def running_service(request: Request) -> PlanService:
+    """The service of the app; raises `ProblemError` before the app's lifespan began."""
+    service: PlanService | None = getattr(request.app.state, "service", None)
+    if service is None:
+        raise ProblemError("busy", "the server is starting", retry_after=1)
+    return service
+
+
+Service = Annotated[PlanService, Depends(running_service)]

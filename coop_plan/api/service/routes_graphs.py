@@ -7,9 +7,9 @@ from fastapi.responses import Response
 
 from coop_plan.api.jobs.worker_process import WorkerRequest
 from coop_plan.api.service.auth import PLANNER, READER, Caller
-from coop_plan.api.service.dependencies import Service
 from coop_plan.api.service.graph_store import MAX_LISTED
-from coop_plan.api.service.headers import DocumentHeaders, Known, document_response
+from coop_plan.api.service.headers import TAG, Known, document_response
+from coop_plan.api.service.plan_service import Service
 from coop_plan.api.service.problems import COMMON, described
 
 router = APIRouter(prefix="/graphs", tags=["graphs"], responses=described(*COMMON))
@@ -20,7 +20,6 @@ Digest = Annotated[
 ]
 
 GRAPH: dict[str, Any] = {"application/json": {"schema": {"$ref": "#/components/schemas/Graph"}}}
-ETAG = {"ETag": DocumentHeaders.described()["ETag"]}
 
 
 @router.put(
@@ -28,8 +27,8 @@ ETAG = {"ETag": DocumentHeaders.described()["ETag"]}
     summary="Store a graph, to be named by the SHA-256 of its document",
     status_code=201,
     responses={
-        201: {"description": "The graph is stored", "headers": ETAG},
-        204: {"description": "The graph was stored already", "headers": ETAG},
+        201: {"description": "The graph is stored", "headers": TAG},
+        204: {"description": "The graph was stored already", "headers": TAG},
         **described(
             "invalid-input",
             "wrong-digest",
@@ -66,7 +65,7 @@ async def put_graph(
         200: {
             "description": "The document as it was sent",
             "content": GRAPH,
-            "headers": DocumentHeaders.described(),
+            "headers": TAG,
         },
         304: {"description": "The client has the document (`If-None-Match`)"},
         **described("not-found", "too-much-work"),

@@ -7,8 +7,8 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from coop_plan.api.service.auth import ADMIN
-from coop_plan.api.service.dependencies import Service
 from coop_plan.api.service.metrics import MEDIA_TYPE
+from coop_plan.api.service.plan_service import Service
 from coop_plan.api.service.problems import COMMON, described
 
 router = APIRouter(tags=["health"], responses=described("forbidden"))

@@ -8,8 +8,8 @@ from fastapi.sse import EventSourceResponse
 
 from coop_plan.api.jobs.jobs import Job, JobDocument
 from coop_plan.api.service.auth import CANCELLER, READER
-from coop_plan.api.service.dependencies import Service
 from coop_plan.api.service.headers import LastEventId
+from coop_plan.api.service.plan_service import Service
 from coop_plan.api.service.problems import COMMON, described
 
 router = APIRouter(prefix="/jobs", tags=["jobs"], responses=described("not-found", *COMMON))

@@ -8,16 +8,15 @@ from fastapi.responses import Response
 from coop_plan.api.jobs.jobs import RETRY_SECONDS, Job, JobDocument
 from coop_plan.api.jobs.worker_process import plan_path
 from coop_plan.api.service.auth import PLANNER, READER, Caller
-from coop_plan.api.service.dependencies import Service
 from coop_plan.api.service.headers import (
-    DocumentHeaders,
-    JobHeaders,
+    TAG,
     Known,
-    PlanHeaders,
     Prefer,
+    described_headers,
     document_response,
     preferences,
 )
+from coop_plan.api.service.plan_service import Service
 from coop_plan.api.service.problems import COMMON, ProblemError, described
 
 EXAMPLE: dict[str, Any] = {
@@ -52,17 +51,24 @@ REQUEST: dict[str, Any] = {
 }
 
 
-def job_started(description: str) -> dict[str, Any]:
-    """OpenAPI response of a job that was started."""
-    return {"description": description, "model": JobDocument, "headers": JobHeaders.described()}
+PLAN_HEADERS = described_headers(
+    Location="Path of the plan for these costs",
+    Coop_Plan_Cache="`hit`, `miss`, or `provisional`: a plan for a smaller budget",
+    Link="Job that makes the plan in place of a provisional one",
+)
+STARTED: dict[str, Any] = {
+    "description": "The plan, or a better one, is being made; `Location` is its job",
+    "model": JobDocument,
+    "headers": described_headers(Location="Path of the job", Retry_After="Seconds"),
+}
 
 
 @router.post(
     "/plan",
     summary="Plan a graph within a budget",
     responses={
-        200: {"description": "A plan", "content": PLAN, "headers": PlanHeaders.described()},
-        202: job_started("The plan is being made; `Location` is its job"),
+        200: {"description": "A plan", "content": PLAN, "headers": PLAN_HEADERS},
+        202: STARTED,
         **described(
             "invalid-input",
             "budget-infeasible",
@@ -101,8 +107,8 @@ async def post_plan(request: Request, service: Service, prefer: Prefer = "") -> 
     "/plans/{key}",
     summary="Get a stored plan, with the ids of the graph that it was made for",
     responses={
-        200: {"description": "A plan", "content": PLAN, "headers": DocumentHeaders.described()},
-        202: job_started("A better plan is being searched; `Location` is the job"),
+        200: {"description": "A plan", "content": PLAN, "headers": TAG},
+        202: STARTED,
         204: {"description": "There is no better plan, and none can be found"},
         304: {"description": "The client has the plan (`If-None-Match`)"},
         **described("not-found", "too-much-work", "invalid-input"),
@@ -145,12 +151,6 @@ async def get_plan(
 
 def accepted(job: Job) -> Response:
     """202 with the job's document and its URL."""
-    headers = JobHeaders.model_validate(
-        {"Location": f"/jobs/{job.id}", "Retry-After": str(RETRY_SECONDS)}
-    )
-    return Response(
-        job.document().model_dump_json(exclude_unset=True),
-        status_code=202,
-        media_type="application/json",
-        headers=headers.model_dump(by_alias=True),
-    )
+    headers = {"Location": f"/jobs/{job.id}", "Retry-After": str(RETRY_SECONDS)}
+    text = job.document().model_dump_json(exclude_unset=True)
+    return Response(text, status_code=202, media_type="application/json", headers=headers)
