@@ -96,6 +96,15 @@ def test_every_route_but_probes_needs_a_token_of_its_scopes():
     }
 
 
+def test_settings_are_printed_without_secrets():
+    settings = ServiceSettings(
+        store="redis://:word@host/0", secret=b"word", broker="redis://:word@b"
+    )
+    assert "word" not in f"{settings} {settings!r}"
+    with pytest.raises(ValueError, match="solvers"):
+        ServiceSettings(store="plans", secret=b"", solvers="many")
+
+
 def test_limits_of_a_caller():
     class Solve:
         finished = False

@@ -6,12 +6,12 @@ import functools
 import logging
 import os
 import sqlite3
-from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
 import msgspec
 from fastapi import Depends, Request
+from pydantic import BaseModel, Field
 
 from coop_plan.api.jobs.background_improver import SEARCH_SECONDS, BackgroundImprover
 from coop_plan.api.jobs.jobs import Job, JobExecutor, Jobs
@@ -35,8 +35,8 @@ READ_SECONDS = 60.0
 log = logging.getLogger("coop_plan.service")
 
 
-class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a service.
+class ServiceSettings(BaseModel, arbitrary_types_allowed=True, frozen=True):
+    """Settings of a service; printed without addresses and secrets.
 
     Attributes:
         store: address of the plan store, whose records are signed with `secret`.
@@ -49,9 +49,9 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         improve: search better plans while the solvers are idle.
     """
 
-    store: str
-    secret: bytes
-    broker: str = ""
+    store: str = Field(repr=False)
+    secret: bytes = Field(repr=False)
+    broker: str = Field("", repr=False)
     limits: Limits = Limits()
     solvers: int = os.cpu_count() or 1
     readers: int = max(2, (os.cpu_count() or 1) // 2)
@@ -59,7 +59,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     solver_memory: int = 8 << 30
     reader_memory: int = 2 << 30
     store_bytes: int = 1 << 30
-    hosts: Collection[str] = LOOPBACK
+    hosts: tuple[str, ...] = LOOPBACK
     tokens: TokenFile | None = None
     improve: bool = True
 

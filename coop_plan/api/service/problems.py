@@ -57,7 +57,7 @@ class Problem(BaseModel):
     status: int
     detail: str
     pointer: str = Field("", description="JSON pointer of the fault, or the name of a parameter")
-    retry_after: float = Field(0, description="Seconds until a good time to ask again")
+    retry_after: int = Field(0, description="Seconds until a good time to ask again")
     digest: str = Field("", description="Digest of the document, or of the graph to be sent")
     max_body_bytes: int = 0
     max_ops: int = 0
@@ -94,5 +94,5 @@ def response(
     if name == "unauthorized":
         sent["WWW-Authenticate"] = "Bearer"
     own = {"type": PREFIX + name, "title": title, "status": status, "detail": detail}
-    document = Problem.model_validate(members | own).model_dump_json(exclude_unset=True)
+    document = Problem.model_construct(**members | own).model_dump_json(exclude_unset=True)
     return Response(document, status_code=status, media_type=MEDIA_TYPE, headers=sent)
