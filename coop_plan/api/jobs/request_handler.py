@@ -235,6 +235,7 @@ class RequestHandler:
         reply = Reply(key=key)
         records = [as_record(made)] if made else self.records(key)
         best: tuple[Plan, StoredPlan] | None = None
+        refusal: InfeasibleBudgetError | None = None
         for record in records:
             answer = record.for_request(graph, options, parsed.structure)
             if answer is None:
@@ -242,7 +243,7 @@ class RequestHandler:
                 continue
             if isinstance(record, StoredRefusal):
                 if record.is_answer(graph) and not isinstance(answer, Plan):
-                    return infeasible_reply(key, answer), b""
+                    refusal = answer
             elif (
                 isinstance(answer, Plan)
                 and record.is_answer(graph, answer)
@@ -257,8 +258,11 @@ class RequestHandler:
                 seals=seals,
                 settled=record.fully_refined,
                 costs=record.cost_digest,
+                figures=Figures(overhead=plan.overhead),
             )
             return found, plan.to_json().encode()
+        if refusal is not None:
+            return infeasible_reply(key, refusal), b""
         if made:
             return self.find(body, encoding, b"")
         mine = all_costs(graph)
@@ -276,12 +280,13 @@ class RequestHandler:
         So neither a server nor a broker holds the graphs of queued jobs. If the graph cannot be
         stored, it is in the request.
         """
-        stored = parsed.stored
-        document = parsed.graph.to_json().encode() if stored is None else stored.document
         graph: Graph | str = parsed.graph
+        stored = parsed.stored or ParsedGraph(
+            parsed.graph, parsed.structure, parsed.graph.to_json().encode()
+        )
         with contextlib.suppress(OSError, sqlite3.Error):
-            digest = digest_of(document)
-            self._graphs.ensure(digest, document)
+            digest = digest_of(stored.document)
+            self._graphs.ensure(digest, stored)
             graph = digest
         return msgspec.structs.replace(parsed.options, graph=graph).to_json().encode()
 
