@@ -1,5 +1,6 @@
 """Host check: requests for other hosts or from other origins are refused before all else."""
 
+import functools
 import ipaddress
 from collections.abc import Collection
 from urllib.parse import urlsplit
@@ -66,6 +67,7 @@ class HostCheck:
         return ""
 
 
+@functools.lru_cache
 def _hostname(address: str) -> str | None:
     try:
         return urlsplit(address).hostname
