@@ -27,7 +27,7 @@ class Lion(Optimizer):
         super().__init__(parameters, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Update the parameters that have a gradient."""
         for parameter in _with_gradients(self):
             state = self.state[parameter]
@@ -45,7 +45,7 @@ class AdamW8bit(Optimizer):
         super().__init__(parameters, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Make the states of parameters that have a gradient."""
         for parameter in _with_gradients(self):
             state = self.state[parameter]
@@ -144,7 +144,7 @@ class Update:
         """Run the optimizer's step; masters are copied back."""
         for parameter, master in self._pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()
-        with torch.device("cpu"), _OnesForValues():
+        with torch.device("cpu"), _OnesForValues():  # type: ignore[no-untyped-call]
             for optimizer in self._optimizers:
                 optimizer.step()
         for parameter, master in self._pairs:
