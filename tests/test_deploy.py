@@ -6,8 +6,9 @@ import pytest
 import yaml
 
 from coop_plan.api.cli.main import cli
-from coop_plan.api.cluster.celery_queue import QUEUE
-from coop_plan.planner.plan_cache.redis_store import PREFIX
+from coop_plan.api.cluster.redis_job_store import JobStore
+from coop_plan.api.jobs.worker_process import JobRequest, WorkerRequest
+from tests.redis_server import needs_redis, redis_server
 
 DOCKER = Path(__file__).parents[1] / "docker"
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
@@ -115,7 +116,50 @@ def test_the_commands_of_pods_are_ours(part):
         assert [probe["path"] for probe in probes.values()] == ["/livez", "/readyz"]
 
 
-def test_workers_grow_with_the_queue_that_messages_are_in():
+def test_secrets_are_read_by_their_owner_and_nobody_else():
+    """`coop-plan token` and a default umask: files of one user, closed to others."""
+    documents = [
+        (DOCKER / "compose.yaml").read_text(),
+        (DOCKER.parent / "docs/service.md").read_text(),
+    ]
+    for service in COMPOSE["services"].values():
+        user = service.get("user", "")
+        assert user.startswith("${COOP_PLAN_USER:?") == ("secrets" in service), user
+    for text in documents:
+        assert "COOP_PLAN_USER=$(id -u) docker compose" in text
+        assert "chmod" not in text
+    (run,) = [part for part in documents[1].split("\n$ ") if part.startswith("docker run")]
+    assert "--user $(id -u)" in run
+
+
+@needs_redis
+def test_workers_are_scaled_by_jobs_and_not_by_messages(tmp_path):
     (scaled,) = [manifest for manifest in MANIFESTS if manifest["kind"] == "ScaledObject"]
     assert scaled["spec"]["scaleTargetRef"]["name"] in PODS
-    assert scaled["spec"]["triggers"][0]["metadata"]["listName"] == f"{PREFIX}{QUEUE}"
+    modifiers, triggers = scaled["spec"]["advanced"]["scalingModifiers"], scaled["spec"]["triggers"]
+    assert modifiers["formula"].split(" + ") == [trigger["name"] for trigger in triggers]
+    work = JobRequest(key="k" * 64, task=WorkerRequest("solve"), seconds=7.0)
+    with redis_server(tmp_path) as server:
+        jobs = JobStore(server.address, b"secret")
+
+        def wanted():  # KEDA asks for the size of a sorted set so
+            names = [trigger["metadata"]["listName"] for trigger in triggers]
+            assert {jobs.redis.type(name) for name in names} <= {b"zset", b"none"}
+            return sum(map(jobs.redis.zcard, names))
+
+        asked = [f"{number:032x}" for number in range(3)]
+        for job in asked:
+            jobs.submit(job, "server", work, b"", 9)
+            for _ in range(5):  # a message each, for a job that waits
+                jobs.redis.hset(f"coop-plan:job:{job}", "published", 1)
+                assert jobs.view(job).resend
+                jobs.redis.hset(f"coop-plan:job:{job}", "publishes", 1)
+        assert wanted() == 3
+        lease = jobs.lease(asked[0])
+        assert wanted() == 3
+        jobs.finish(lease, None, b"answer")
+        assert wanted() == 2
+        for job in asked:
+            jobs.cancel(job)
+        assert wanted() == 0
+        jobs.close()

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from coop_plan.api.jobs.request_handler import Limits
-from coop_plan.api.service.auth import PUBLIC_PATHS, Caller, scopes_for
+from coop_plan.api.service.app import create_app
+from coop_plan.api.service.auth import Caller
 from coop_plan.api.service.metrics import Metrics
+from coop_plan.api.service.plan_service import ServiceSettings
 from coop_plan.api.service.problems import ProblemError
 from coop_plan.api.service.tokens import TokenLimits, add, hash_of, load
 from coop_plan.schemas import InvalidInputError
@@ -71,11 +73,36 @@ def test_an_address_that_others_reach_needs_tokens(run, file):
     assert "tokens.json: cannot be read" in error
 
 
-def test_an_address_that_nobody_thought_of_is_for_those_who_plan():
-    assert scopes_for("POST", "/anything") == {"plan"}
-    assert scopes_for("GET", "/metrics") == {"admin"}
-    assert scopes_for("GET", "/graphs") == {"read", "plan"}
-    assert "/graphs" not in PUBLIC_PATHS
+def test_every_route_but_probes_needs_a_token_of_its_scopes():
+    document = create_app(ServiceSettings(store="nowhere", secret=b"")).openapi()
+    scopes = {
+        f"{method.upper()} {path}": operation.get("security")
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+    }
+    read = [{"token": ["read", "plan"]}]
+    assert scopes == {
+        "POST /plan": [{"token": ["plan"]}],
+        "GET /plans/{key}": read,
+        "GET /jobs/{job_id}": read,
+        "GET /jobs/{job_id}/events": read,
+        "DELETE /jobs/{job_id}": [{"token": ["plan", "admin"]}],
+        "PUT /graphs/{digest}": [{"token": ["plan"]}],
+        "GET /graphs/{digest}": read,
+        "GET /graphs": read,
+        "GET /metrics": [{"token": ["admin"]}],
+        "GET /livez": None,
+        "GET /readyz": None,
+    }
+
+
+def test_settings_are_printed_without_secrets():
+    settings = ServiceSettings(
+        store="redis://:word@host/0", secret=b"word", broker="redis://:word@b"
+    )
+    assert "word" not in f"{settings} {settings!r}"
+    with pytest.raises(ValueError, match="solvers"):
+        ServiceSettings(store="plans", secret=b"", solvers="many")
 
 
 def test_limits_of_a_caller():

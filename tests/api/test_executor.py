@@ -78,7 +78,7 @@ def test_two_servers_have_one_job_and_one_message(run):
         )
         store.renew(lease, "under way", Figures(overhead=0.5, bound=0.25, gap=0.2))
         await until(lambda: all(job.figures.gap == 0.2 for job in jobs))
-        assert jobs[2].document()["bound"] == 0.25
+        assert jobs[2].document().bound == 0.25
         assert jobs[2].state == "running"
         store.finish(lease, None, b"answer")
         await until(lambda: all(job.finished for job in jobs))

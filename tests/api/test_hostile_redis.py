@@ -71,6 +71,20 @@ def test_a_job_that_others_changed_is_none_and_can_be_submitted_again(address, c
     assert store.view("a").problem == Reply(problem="time-limit", detail="late")
 
 
+@needs_redis
+def test_a_sealed_problem_of_another_job_is_none(address):
+    store = JobStore(address, b"secret")
+    store.redis.flushdb()
+    for job in "ab":
+        store.submit(job, "s", WORK, b"body", 9)
+    leases = [store.lease(job) for job in "ab"]
+    assert store.finish(leases[0], Reply(problem="too-much-work", detail="it is too large"))
+    sealed = store.redis.hget("coop-plan:job:a", "problem")
+    store.redis.hset("coop-plan:job:b", mapping={"problem": sealed, "state": "failed"})
+    assert store.view("b") is None
+    assert store.view("a").problem.detail == "it is too large"
+
+
 def test_members_of_a_problem_do_not_replace_its_own():
     answer = problems.response("busy", "full", type="x", status=200)
     assert b'"status":503' in answer.body

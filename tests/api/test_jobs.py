@@ -75,7 +75,7 @@ def test_identical_questions_are_one_solve():
         pool.go.set()
         await until(lambda: not jobs._running)
         assert (first.state, first.record) == ("done", b"record")
-        assert first.document()["plan"] == "/plans/a"
+        assert first.document().plan == "/plans/a"
         assert await jobs.get(first.id) is first
         assert jobs.join(asked("a"), b"body") is not first
 
@@ -158,11 +158,11 @@ def test_events_have_every_change_and_resume():
         seen = []
         async for event in jobs.events(job, -1):
             seen.append(event)
-            if b"under way" in event:
-                assert b'"overhead":0.25' in event
+            if "under way" in event.raw_data:
+                assert '"overhead":0.25' in event.raw_data
                 pool.go.set()
-        assert b"event: done" in seen[-1]
-        numbers = [int(event.split(b"\n")[0][4:]) for event in seen]
+        assert seen[-1].event == "done"
+        numbers = [int(event.id) for event in seen]
         assert numbers == sorted(set(numbers))
         again = [event async for event in jobs.events(job, numbers[-1])]
         assert len(again) == 1

@@ -73,6 +73,36 @@ def test_queued_jobs_and_waiting_clients_hold_no_graphs(tmp_path, monkeypatch, d
     asyncio.run(asyncio.wait_for(scenario(), 200))
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_records_of_finished_jobs_are_counted_until_they_are_read(
+    tmp_path, monkeypatch, document, fits
+):
+    """Where they do not fit, clients read the plan from the store."""
+
+    async def scenario():
+        memory = Memory(64 << 20 if fits else 2000)
+        server = service(monkeypatch, tmp_path / "plans", memory=memory)
+        counted, free = [], memory.free
+
+        def freed(size, caller=""):
+            counted.append(size)
+            free(size, caller)
+
+        try:
+            monkeypatch.setattr(memory, "free", freed)
+            small = {"graph": document, "budget": 330, "alignment": 1}
+            answers = await asyncio.gather(*(ask(server, small) for _ in range(3)))
+            assert len({data for _, data, _ in answers}) == 1
+            assert parse_plan(answers[0][1]).peak_bytes <= 330
+            (job,) = {job for _, _, job in answers}
+            assert (max(counted) > 1000) == fits
+            assert (job.record, job.counted, memory.held) == (b"", 0, 0)
+        finally:
+            await server.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 100))
+
+
 def test_a_graph_above_the_limits_of_its_caller_is_not_kept(tmp_path, chain):
     graphs = SqliteGraphStore(tmp_path / "plans")
     store = SqliteStore(tmp_path / "plans", secret=b"secret")

@@ -568,7 +568,7 @@ def same_map(page, place, known):
 def test_the_page_of_the_interface_names_its_example(browser, service):
     with Visit(browser, service) as visit:
         visit.page.goto(f"{visit.at}/docs")
-        operation = visit.page.locator("#operations-default-post_plan_plan_post")
+        operation = visit.page.locator("#operations-plans-post_plan_plan_post")
         operation.locator("button").first.click()
         visit.page.get_by_text("three layers and their gradients").first.wait_for()
         assert faults(visit.page) == []

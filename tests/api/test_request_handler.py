@@ -11,6 +11,7 @@ import zstandard
 
 from coop_plan.api.jobs import request_handler as module
 from coop_plan.api.jobs.request_handler import Figures, Limits, RefusedError, RequestHandler
+from coop_plan.api.service import graph_store
 from coop_plan.api.service.graph_store import SqliteGraphStore
 from coop_plan.planner import find_faults
 from coop_plan.planner.method import Progress
@@ -230,3 +231,15 @@ def test_figures_of_numpy_reach_the_server():
     text = Progress("", np.float64(0.5), np.float32(0.25), None, np.int64(1))
     sent = msgspec.json.encode(Figures.of(text))
     assert msgspec.json.decode(sent, type=Figures) == Figures(0.5, 0.25, None, 1.0)
+
+
+def test_a_cold_request_is_parsed_once_in_a_process(handler, path, question, monkeypatch):
+    """Its graph stays parsed until the plan that a solver made is its answer."""
+    solver = RequestHandler(SqliteStore(path, secret=SECRET), Limits(), SqliteGraphStore(path))
+    reply, asked = handler.find(json.dumps(question).encode(), "", b"")
+    assert not reply.found
+    _, record = solver.solve(asked, "", lambda *_: None)
+    monkeypatch.setattr(graph_store, "parse_graph", None)
+    reply, data = handler.find(asked, "", record)
+    assert reply.found
+    assert parse_plan(data).peak_bytes <= 330

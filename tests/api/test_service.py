@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.local_cluster import children
 from coop_plan.api.jobs.worker_process import SOLVER_NICENESS
-from coop_plan.api.service.app import EXAMPLE
+from coop_plan.api.service.routes_plans import EXAMPLE
 from coop_plan.planner import find_faults
 from coop_plan.schemas import parse_graph, parse_plan
 from tests.api.server import serving
@@ -268,9 +268,9 @@ def test_a_long_solve_is_a_job_that_can_be_followed_and_cancelled(ask, server):
     busy = set(children(server.process.pid))
     with server.stream("GET", f"{job}/events") as events:
         lines = events.iter_lines()
-        assert next(lines).startswith("id: ")
-        assert next(lines) == "event: running"
-        assert json.loads(next(lines).removeprefix("data: "))["elapsed_seconds"] >= 0
+        first = dict(line.split(": ", 1) for line in iter(lambda: next(lines), ""))
+        assert (first["event"], first["id"].isdigit()) == ("running", True)
+        assert json.loads(first["data"])["elapsed_seconds"] >= 0
         assert server.delete(job).json()["state"] == "cancelled"
         assert any(line == "event: cancelled" for line in lines)
     assert server.get(job).json()["state"] == "cancelled"

@@ -2,11 +2,17 @@
 
 import gc
 import socket
+from typing import Any
 
 import click
 
 from coop_plan.api.cli.exit_codes import EXIT_ERROR, EXIT_INVALID, fail
-from coop_plan.api.cli.server_options import check_broker, open_store_and_secret, server_options
+from coop_plan.api.cli.server_options import (
+    check_broker,
+    open_store_and_secret,
+    parse_limits,
+    server_options,
+)
 
 SHUTDOWN_SECONDS = 5
 
@@ -56,18 +62,11 @@ def serve(
     host: str,
     port: int,
     allow_host: tuple[str, ...],
-    store: str | None,
-    store_size: str,
-    store_key: str | None,
     tokens: str | None,
-    max_body: str,
-    max_ops: int,
-    max_time_limit: float,
-    solvers: int,
-    solver_memory: str,
     queue: int,
     broker: str | None,
     improve: bool,
+    **options: Any,
 ) -> None:
     """Serve POST /plan with a plan cache.
 
@@ -75,13 +74,11 @@ def serve(
     --tokens every client on this machine is served; another --host than loopback needs --tokens.
     """
     from coop_plan.planner.plan_cache.store import without_password
-    from coop_plan.schemas import parse_bytes
 
-    limit, memory, size = (parse_bytes(text) for text in (max_body, solver_memory, store_size))
+    limits = parse_limits(options)
     try:
         import uvicorn
 
-        from coop_plan.api.jobs.request_handler import Limits
         from coop_plan.api.service import logging
         from coop_plan.api.service.app import create_app
         from coop_plan.api.service.connection import HeadTimeoutProtocol
@@ -97,7 +94,7 @@ def serve(
             f"--host {host} is reachable from other machines: give --tokens FILE"
         )
     holders = None if tokens is None else TokenFile(tokens)
-    address, secret = open_store_and_secret(store, store_key)
+    address, secret = open_store_and_secret(options["store"], options["store_key"])
     if broker is not None:
         check_broker(broker, address)
         if not queue:
@@ -110,14 +107,11 @@ def serve(
         store=address,
         secret=secret,
         broker=broker or "",
-        limits=Limits(body_bytes=limit, ops=max_ops, seconds=max_time_limit),
-        solvers=solvers,
         queue=queue,
-        solver_memory=memory,
-        store_bytes=size,
         hosts=hosts,
         tokens=holders,
         improve=improve,
+        **limits,
     )
     config = uvicorn.Config(
         create_app(settings),

@@ -76,6 +76,20 @@ def server_options(command: F) -> F:
     return command
 
 
+def parse_limits(options: dict[str, Any]) -> dict[str, Any]:
+    """Limits and sizes by the names of `ServiceSettings`, from the values of `server_options`."""
+    from coop_plan.api.jobs.request_handler import Limits
+    from coop_plan.schemas import parse_bytes
+
+    body, ops, seconds = (options[f"max_{name}"] for name in ("body", "ops", "time_limit"))
+    return {
+        "limits": Limits(parse_bytes(body), ops, seconds),
+        "solvers": options["solvers"],
+        "solver_memory": parse_bytes(options["solver_memory"]),
+        "store_bytes": parse_bytes(options["store_size"]),
+    }
+
+
 def open_store_and_secret(store: str | None, store_key: str | None) -> tuple[str, bytes]:
     """The address of the plan store, created if needed, and its secret; exits if it fails.
 

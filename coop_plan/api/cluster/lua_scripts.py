@@ -125,9 +125,9 @@ if not (state == 'running' and tonumber(get('lease')) < now) then
     job = P .. 'job:' .. id
     state = get('state')
 end
-if not watched() then finish('cancelled', ARGV[3]) return {} end
+if not watched() then finish('cancelled', 'unwatched') return {} end
 if redis.call('HINCRBY', job, 'deliveries', 1) > DELIVERIES then
-    finish('failed', ARGV[4])
+    finish('failed', 'crashed')
     return {}
 end
 local token = redis.call('HINCRBY', job, 'token', 1)
@@ -137,18 +137,17 @@ redis.call('ZADD', P .. 'running', now, id)
 update('state', 'running', 'lease', now + LEASE)
 return {id, token, get('work'), redis.call('GET', job .. ':body')}
 """
-"""ARGV: problem of an unwatched job, and of one that crashes its workers."""
 
 RENEW: Final = """
 if state ~= 'running' or get('token') ~= ARGV[3] then return 0 end
-if not watched() then finish('cancelled', ARGV[6]) return 0 end
+if not watched() then finish('cancelled', 'unwatched') return 0 end
 redis.call('HSET', job, 'lease', now + LEASE)
 if ARGV[4] ~= get('message') or ARGV[5] ~= get('figures') then
     update('message', ARGV[4], 'figures', ARGV[5])
 end
 return 1
 """
-"""ARGV: token, message, figures, problem of an unwatched job."""
+"""ARGV: token, message, figures."""
 
 FINISH: Final = """
 if state ~= 'running' or get('token') ~= ARGV[3] then return 0 end
@@ -168,17 +167,16 @@ return 1
 """ARGV: token, number to add to the deliveries."""
 
 CANCEL: Final = """
-if active then finish('cancelled', ARGV[3]) return 1 end
+if active then finish('cancelled', 'cancelled') return 1 end
 return 0
 """
-"""ARGV: problem."""
 
 UNSUBSCRIBE: Final = """
 redis.call('ZREM', job .. ':waiting', ARGV[3])
-if active and not watched() then finish('cancelled', ARGV[4]) end
+if active and not watched() then finish('cancelled', 'unwatched') end
 return 1
 """
-"""ARGV: server, problem."""
+"""ARGV: server."""
 
 DETACH: Final = """
 if active then redis.call('HSET', job, 'wanted', 1) end

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from coop_plan.api.cluster import lua_scripts
-from coop_plan.api.jobs.request_handler import Figures, Reply
+from coop_plan.api.jobs.request_handler import Figures, Reply, State
 from coop_plan.api.jobs.worker_process import JobRequest
 from coop_plan.planner.plan_cache.record import sign_bytes, verified_bytes
 from coop_plan.planner.plan_cache.redis_store import connect
@@ -32,11 +32,14 @@ RECORD_SECONDS = 120.0
 DELIVERIES = 3
 """Workers that one job may crash before it fails."""
 
-UNWATCHED = Reply(problem="cancelled", detail="the last client left")
-CANCELLED = Reply(problem="cancelled", detail="the solve was cancelled")
-POISON = Reply(
-    problem="too-much-work", detail=f"the job's process ended {DELIVERIES} times without a plan"
-)
+ENDS = {
+    b"unwatched": Reply(problem="cancelled", detail="the last client left"),
+    b"cancelled": Reply(problem="cancelled", detail="the solve was cancelled"),
+    b"crashed": Reply(
+        problem="too-much-work", detail=f"the job's process ended {DELIVERIES} times without a plan"
+    ),
+}
+"""Problems that need no signature: a client of Redis can end a job anyway."""
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -52,7 +55,7 @@ class JobView(msgspec.Struct, frozen=True):
     """State of a job; `resend` says that its id must be sent to the workers again."""
 
     plan: str
-    state: str
+    state: State
     version: int
     message: str
     figures: Figures
@@ -104,31 +107,31 @@ class JobStore:
         """
         parts = self._run(lua_scripts.VIEW, job_id, server)
         try:
-            return self._view(parts) if parts[1] else None
+            return self._view(job_id, parts) if parts[1] else None
         except (ValueError, msgspec.MsgspecError, InvalidInputError):
             self.redis.delete(f"{self._prefix}job:{job_id}")
             return None
 
-    def _view(self, parts: list[Any]) -> JobView:
+    def _view(self, job_id: str, parts: list[Any]) -> JobView:
         request, state, version, message, figures, problem, age, resend, took = parts
-        text = state.decode()
-        active = text in ("queued", "running")
+        known: State = msgspec.convert(state.decode(), State)
+        active = known in ("queued", "running")
         return JobView(
             plan=msgspec.json.decode(request, type=JobRequest).plan,
-            state=text,
+            state=known,
             version=int(version),
             message=message.decode(),
             figures=msgspec.json.decode(figures or b"{}", type=Figures),
-            problem=self._unsealed(problem) if problem else None,
+            problem=self._problem(job_id, problem) if problem else None,
             elapsed_seconds=float(age if active else took) / 1000,
             resend=bool(resend),
         )
 
-    def _sealed(self, problem: Reply) -> bytes:
-        return sign_bytes(msgspec.json.encode(problem), "problem", self._secret)
-
-    def _unsealed(self, data: bytes) -> Reply:
-        return msgspec.json.decode(verified_bytes(data, "problem", self._secret), type=Reply)
+    def _problem(self, job_id: str, data: bytes) -> Reply:
+        if data in ENDS:
+            return ENDS[data]
+        signed = verified_bytes(data, f"{job_id} problem", self._secret)
+        return msgspec.json.decode(signed, type=Reply)
 
     def record(self, job_id: str) -> bytes:
         """The answer of a job that is done; empty if it expired or has a wrong signature."""
@@ -144,19 +147,18 @@ class JobStore:
 
     def unsubscribe(self, job_id: str, server: str) -> None:
         """Unsubscribe a server; a job without servers is cancelled, unless it is detached."""
-        self._run(lua_scripts.UNSUBSCRIBE, job_id, server, self._sealed(UNWATCHED))
+        self._run(lua_scripts.UNSUBSCRIBE, job_id, server)
 
     def cancel(self, job_id: str) -> None:
         """Cancel a job; its worker learns it when it renews the lease."""
-        self._run(lua_scripts.CANCEL, job_id, self._sealed(CANCELLED))
+        self._run(lua_scripts.CANCEL, job_id)
 
     def lease(self, job_id: str) -> Lease | None:
         """Lease a queued job; None if there is none, or it is unwatched.
 
         It is the job that is next by fairness; its message says only that some job is queued.
         """
-        problems = self._sealed(UNWATCHED), self._sealed(POISON)
-        leased = self._run(lua_scripts.LEASE, job_id, *problems)
+        leased = self._run(lua_scripts.LEASE, job_id)
         if not leased:
             return None
         leased_id, token, request, body = leased
@@ -166,12 +168,15 @@ class JobStore:
 
     def renew(self, lease: Lease, message: str, figures: Figures) -> bool:
         """Renew a lease and report progress; False if the job is finished or leased by another."""
-        arguments = message, msgspec.json.encode(figures), self._sealed(UNWATCHED)
+        arguments = message, msgspec.json.encode(figures)
         return bool(self._run(lua_scripts.RENEW, lease.job_id, lease.token, *arguments))
 
     def finish(self, lease: Lease, problem: Reply | None, record: bytes = b"") -> bool:
         """Finish a job with its answer; False, without a change, if the lease was lost."""
-        text = b"" if problem is None else self._sealed(problem)
+        text = b""
+        if problem is not None:
+            data = msgspec.json.encode(problem)
+            text = sign_bytes(data, f"{lease.job_id} problem", self._secret)
         answer = sign_bytes(record, lease.job_id, self._secret) if record else b""
         return bool(self._run(lua_scripts.FINISH, lease.job_id, lease.token, text, answer))
 

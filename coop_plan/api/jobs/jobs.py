@@ -3,35 +3,55 @@
 import asyncio
 import hashlib
 import hmac
-import re
 import sys
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
+from fastapi.sse import ServerSentEvent
+from pydantic import BaseModel, Field
 
-from coop_plan.api.jobs.request_handler import Figures, Reply
+from coop_plan.api.jobs.request_handler import Figures, Reply, State
 from coop_plan.api.jobs.worker_process import JobRequest, WorkerRequest
 from coop_plan.api.service.problems import ProblemError
 from coop_plan.api.service.request_body import Memory
+from coop_plan.planner.plan_cache.store import planner_version
 
 FINISHED_JOBS = 1000
 """Finished jobs that are kept, so that clients can still read them."""
-
-JOB_ID = re.compile("[0-9a-f]{32}")
-
-HEARTBEAT_SECONDS = 15.0
 
 RETRY_SECONDS = 2
 """`Retry-After` of a client that was sent to a job's URL."""
 
 
+class JobProblem(BaseModel):
+    """The problem that a job ended with."""
+
+    name: str
+    detail: str
+
+
+class JobDocument(BaseModel):
+    """State of a job: the document of `GET /jobs/{id}`, and of each of its events."""
+
+    id: str
+    state: State
+    elapsed_seconds: float = Field(description="Since its first request, or until its end")
+    message: str = Field(description="Phase of the solve")
+    fraction: float | None = Field(description="Share of the solve that is done")
+    overhead: float | None = Field(description="Overhead of the best plan so far")
+    bound: float | None = Field(description="Lower bound on the overhead")
+    gap: float | None = Field(description="Distance of the best plan from the bound")
+    plan: str | None = Field(description="Path of the plan, if the job is done")
+    problem: JobProblem | None = Field(None, description="Absent if there is none")
+
+
 @dataclass(eq=False)
 class Job:
-    """One solve. `state` is "queued", "running", "done", "failed" or "cancelled".
+    """One solve.
 
     Attributes:
         started: `time.monotonic` of its first request; `ended`, of its end.
@@ -39,19 +59,22 @@ class Job:
         caller: name of the caller that started it.
         waiting: number of clients that wait for it.
         detached: a client has its URL and may read it later, so that it runs without clients.
-        record: the answer as it was stored, or `unkept` if the store may not have it.
+        record: the answer as it was stored, or `unkept` if the store may not have it; empty when no
+            client waits for it, or memory is full.
+        counted: bytes of the record that are counted.
     """
 
     id: str
     started: float = field(default_factory=time.monotonic)
     plan: str = ""
     caller: str = ""
-    state: str = "queued"
+    state: State = "queued"
     message: str = ""
     figures: Figures = field(default_factory=Figures)
     waiting: int = 0
     detached: bool = False
     record: bytes = b""
+    counted: int = 0
     unkept: bool = False
     problem: Reply | None = None
     ended: float | None = None
@@ -69,18 +92,18 @@ class Job:
         """Seconds since its first request, or until its end."""
         return (time.monotonic() if self.ended is None else self.ended) - self.started
 
-    def document(self) -> dict[str, Any]:
-        """The document of `GET /jobs/{id}`."""
-        document: dict[str, Any] = {
-            "id": self.id,
-            "state": self.state,
-            "elapsed_seconds": round(self.seconds, 3),
-            "message": self.message,
-            **msgspec.to_builtins(self.figures),
-            "plan": f"/plans/{self.plan}" if self.state == "done" else None,
-        }
+    def document(self) -> JobDocument:
+        """The job's document; `problem` is set only if there is one."""
+        document = JobDocument(
+            id=self.id,
+            state=self.state,
+            elapsed_seconds=round(self.seconds, 3),
+            message=self.message,
+            **msgspec.structs.asdict(self.figures),
+            plan=f"/plans/{self.plan}" if self.state == "done" else None,
+        )
         if self.problem is not None:
-            document["problem"] = {"name": self.problem.problem, "detail": self.problem.detail}
+            document.problem = JobProblem(name=self.problem.problem, detail=self.problem.detail)
         return document
 
     def notify(self, version: int | None = None) -> None:
@@ -89,7 +112,7 @@ class Job:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def finish(self, state: str, problem: Reply | None = None) -> None:
+    def finish(self, state: State, problem: Reply | None = None) -> None:
         """Set the final state, unless there is one."""
         if not self.finished:
             self.state, self.problem, self.ended = state, problem, time.monotonic()
@@ -132,7 +155,7 @@ class Jobs:
 
     A job's id is an HMAC of its request: servers that share `secret` agree on it, and clients
     cannot guess it. `on_finish` gets each finished job. `memory` counts the bodies of unfinished
-    jobs, not the records that finished ones hold until their clients have read them.
+    jobs, and the records that finished ones hold until their clients have read them.
     """
 
     def __init__(
@@ -153,7 +176,7 @@ class Jobs:
     async def get(self, job_id: str) -> Job:
         """The job with this id; raises `ProblemError` if there is none."""
         job = self._all.get(job_id)
-        if (job is None or job.finished) and JOB_ID.fullmatch(job_id):
+        if job is None or job.finished:
             found = await self._executor.find(job_id)
             if found is not None:
                 self._keep(found)
@@ -170,7 +193,7 @@ class Jobs:
         Raises:
             ProblemError: the queue is full.
         """
-        task = WorkerRequest("solve")
+        task = WorkerRequest("solve", version=planner_version())
         seconds = self._seconds if miss.seconds is None else miss.seconds
         request = JobRequest(key=miss.key, costs=miss.costs, task=task, seconds=seconds)
         # A solve with less time is not shared: it may fail where one's own would not.
@@ -183,7 +206,7 @@ class Jobs:
             ProblemError: the queue is full.
         """
         seconds = min(seconds, self._seconds)
-        task = WorkerRequest("improve", key=key, costs=costs, seconds=seconds)
+        task = WorkerRequest("improve", "", key, costs, seconds=seconds, version=planner_version())
         request = JobRequest(key=key, costs=costs, task=task, seconds=seconds)
         return self._start(f"{key} {costs} better", request, b"", caller)
 
@@ -227,7 +250,8 @@ class Jobs:
     def _drop_record(self, job: Job) -> None:
         """Drop the record of a job that no client waits for; the plan store has it."""
         if job.task is not None and job.task.done() and not job.waiting:
-            job.record = b""
+            self._memory.free(job.counted)
+            job.record, job.counted = b"", 0
 
     def _finished(self, job: Job, size: int) -> None:
         self._memory.free(size)
@@ -238,6 +262,11 @@ class Jobs:
         job.finish("failed", Reply(problem="internal-error", detail="the solve could not be run"))
         if self._on_finish is not None:
             self._on_finish(job)
+        try:
+            self._memory.take(len(job.record))
+            job.counted = len(job.record)
+        except ProblemError:  # the clients read the plan store
+            job.record = b""
         self._drop_record(job)
 
     def _keep(self, job: Job) -> None:
@@ -251,21 +280,17 @@ class Jobs:
             else:
                 break
 
-    async def events(self, job: Job, last: int) -> AsyncIterator[bytes]:
+    async def events(self, job: Job, last: int) -> AsyncIterator[ServerSentEvent]:
         """Server-sent events: the job's document at each change after event `last`."""
         while True:
             changed = job.changed
             if job.version > last or job.finished:
                 last = job.version
-                data = msgspec.json.encode(job.document())
-                yield b"id: %d\nevent: %b\ndata: %b\n\n" % (last, job.state.encode(), data)
+                data = job.document().model_dump_json(exclude_unset=True)
+                yield ServerSentEvent(id=str(last), event=job.state, raw_data=data)
                 if job.finished:
                     return
-            try:
-                async with asyncio.timeout(HEARTBEAT_SECONDS):
-                    await changed.wait()
-            except TimeoutError:
-                yield b": still here\n\n"
+            await changed.wait()
 
     async def close(self) -> None:
         """Stop running jobs."""

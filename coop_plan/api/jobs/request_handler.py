@@ -7,7 +7,7 @@ import contextlib
 import sqlite3
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -50,6 +50,10 @@ class Limits(msgspec.Struct, frozen=True):
     body_bytes: int = 64 << 20
     ops: int = 100_000
     seconds: float = 600.0
+
+
+State = Literal["queued", "running", "done", "failed", "cancelled"]
+"""State of a job."""
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -235,6 +239,7 @@ class RequestHandler:
         reply = Reply(key=key)
         records = [as_record(made)] if made else self.records(key)
         best: tuple[Plan, StoredPlan] | None = None
+        refusal: InfeasibleBudgetError | None = None
         for record in records:
             answer = record.for_request(graph, options, parsed.structure)
             if answer is None:
@@ -242,7 +247,7 @@ class RequestHandler:
                 continue
             if isinstance(record, StoredRefusal):
                 if record.is_answer(graph) and not isinstance(answer, Plan):
-                    return infeasible_reply(key, answer), b""
+                    refusal = answer
             elif (
                 isinstance(answer, Plan)
                 and record.is_answer(graph, answer)
@@ -257,8 +262,11 @@ class RequestHandler:
                 seals=seals,
                 settled=record.fully_refined,
                 costs=record.cost_digest,
+                figures=Figures(overhead=plan.overhead),
             )
             return found, plan.to_json().encode()
+        if refusal is not None:
+            return infeasible_reply(key, refusal), b""
         if made:
             return self.find(body, encoding, b"")
         mine = all_costs(graph)
@@ -276,12 +284,13 @@ class RequestHandler:
         So neither a server nor a broker holds the graphs of queued jobs. If the graph cannot be
         stored, it is in the request.
         """
-        stored = parsed.stored
-        document = parsed.graph.to_json().encode() if stored is None else stored.document
         graph: Graph | str = parsed.graph
+        stored = parsed.stored or ParsedGraph(
+            parsed.graph, parsed.structure, parsed.graph.to_json().encode()
+        )
         with contextlib.suppress(OSError, sqlite3.Error):
-            digest = digest_of(document)
-            self._graphs.ensure(digest, document)
+            digest = digest_of(stored.document)
+            self._graphs.ensure(digest, stored)
             graph = digest
         return msgspec.structs.replace(parsed.options, graph=graph).to_json().encode()
 

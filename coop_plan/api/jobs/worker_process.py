@@ -21,6 +21,7 @@ from coop_plan.api.jobs.request_handler import Figures, Limits, RefusedError, Re
 from coop_plan.api.service.open_graph_store import open_graph_store
 from coop_plan.planner.method import Progress
 from coop_plan.planner.plan_cache.open_store import open_store
+from coop_plan.planner.plan_cache.store import planner_version
 from coop_plan.schemas import InvalidInputError
 
 PR_SET_PDEATHSIG = 1
@@ -59,6 +60,8 @@ class WorkerRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     seconds: float = 0.0
     limits: Limits | None = None
     """Limits of the caller; by default the server's."""
+    version: str = ""
+    """Planner's version of the server that wrote the request, if another version may read it."""
 
 
 class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +164,12 @@ def _answer(
             return handler.graph(task.key)
         if task.do == "graphs":
             return handler.graphs()
-        return handler.find(body, task.encoding, record)
+        if task.do == "find":
+            return handler.find(body, task.encoding, record)
+        detail = (
+            f"a worker of version {planner_version()} has no task '{task.do}' of {task.version}"
+        )
+        return Reply(problem="busy", detail=detail, members={"retry_after": 10}), b""
     except RefusedError as refused:
         return refused.reply, b""
     except InvalidInputError as error:

@@ -1,38 +1,22 @@
-"""Authentication: `Authorization: Bearer`, the scopes of a token and its limits in this server."""
+"""Authentication: `Authorization: Bearer`, the scopes of a token and its limits in this server.
+
+A route names its scopes by `Security`; a token needs one of them. Routes without are public.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
+from fastapi import Request, Security
+from fastapi.security import HTTPBearer, SecurityScopes
 from limits import RateLimitItemPerSecond
 from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coop_plan.api.jobs.jobs import Job
 from coop_plan.api.jobs.request_handler import Limits
-from coop_plan.api.service.problems import ProblemError, response
-from coop_plan.api.service.routes_pages import DOCS_PATHS
+from coop_plan.api.service.problems import ProblemError
 from coop_plan.api.service.tokens import Token, TokenFile, TokenLimits
-
-PUBLIC_PATHS = frozenset({"/", "/livez", "/readyz", "/healthz", "/openapi.json"}) | DOCS_PATHS
-"""Paths that need no token: probes and static documents."""
-
-SCHEME: dict[str, Any] = {"type": "http", "scheme": "bearer"}
-"""OpenAPI security scheme."""
-
-
-def scopes_for(method: str, path: str) -> frozenset[str]:
-    """Scopes of which a token needs one for a request; `plan` for unknown requests."""
-    if path == "/metrics":
-        return frozenset({"admin"})
-    if method in ("GET", "HEAD"):
-        return frozenset({"read", "plan"})
-    if method == "DELETE":
-        return frozenset({"plan", "admin"})
-    return frozenset({"plan"})
 
 
 @dataclass(eq=False)
@@ -82,40 +66,25 @@ class Caller:
 ANONYMOUS = Caller()
 
 
-class Authentication:
-    """Middleware that checks tokens and their scopes, if the server has tokens."""
+class Callers:
+    """The callers of a server by their tokens; all are anonymous if it has none."""
 
-    def __init__(self, app: ASGIApp, tokens: TokenFile | None) -> None:
-        self._app, self._tokens = app, tokens
+    def __init__(self, tokens: TokenFile | None) -> None:
+        self._tokens = tokens
         self._callers: dict[str, Caller] = {}
         self._rates = MovingWindowRateLimiter(MemoryStorage())
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on with `request.state.caller`, or answer it with a problem."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        try:
-            scope.setdefault("state", {})["caller"] = self._caller(scope)
-        except ProblemError as problem:
-            headers = {"WWW-Authenticate": "Bearer"} if problem.name == "unauthorized" else {}
-            answer = response(problem.name, problem.detail, headers, **problem.members)
-            await answer(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _caller(self, scope: Scope) -> Caller:
-        if self._tokens is None or scope["path"] in PUBLIC_PATHS:
+    def find(self, given: str, scopes: Collection[str]) -> Caller:
+        """The caller with a token, which needs one of the scopes; raises `ProblemError`."""
+        if self._tokens is None:
             return ANONYMOUS
-        kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        token = self._tokens.find(given.strip()) if kind.lower() == "bearer" else None
+        token = self._tokens.find(given)
         if token is None:
             raise ProblemError("unauthorized", "send a token: Authorization: Bearer ...")
         self._check_rate(token)
-        needed = scopes_for(scope["method"], scope["path"])
-        if not needed & set(token.scopes):
-            scopes = " or ".join(sorted(needed))
-            raise ProblemError("forbidden", f"the request needs a token of scope {scopes}")
+        if not set(scopes) & set(token.scopes):
+            needed = " or ".join(sorted(scopes))
+            raise ProblemError("forbidden", f"the request needs a token of scope {needed}")
         caller = self._callers.setdefault(token.name, Caller(token.name))
         caller.scopes, caller.limits = token.scopes, token.limits
         return caller
@@ -125,3 +94,22 @@ class Authentication:
         if limit is not None and not self._rates.hit(RateLimitItemPerSecond(limit), token.name):
             message = f"the token's limit is {limit} requests a second"
             raise ProblemError("too-many-requests", message, retry_after=1)
+
+
+class Authenticate(HTTPBearer):
+    """Dependency: the caller of a request, also in `request.state`."""
+
+    async def __call__(self, request: Request, needed: SecurityScopes) -> Caller:  # type: ignore[override]
+        """The caller; raises `ProblemError` without a token of one of the scopes."""
+        callers: Callers = request.app.state.callers
+        kind, _, token = request.headers.get("authorization", "").partition(" ")
+        caller = callers.find(token.strip() if kind.lower() == "bearer" else "", needed.scopes)
+        request.state.caller = caller
+        return caller
+
+
+AUTHENTICATE = Authenticate(scheme_name="token")
+READER = Security(AUTHENTICATE, scopes=["read", "plan"])
+PLANNER = Security(AUTHENTICATE, scopes=["plan"])
+CANCELLER = Security(AUTHENTICATE, scopes=["plan", "admin"])
+ADMIN = Security(AUTHENTICATE, scopes=["admin"])

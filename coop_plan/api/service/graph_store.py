@@ -197,17 +197,22 @@ class GraphCache:
             self._parsed.move_to_end(digest)
             return parsed
         document = self._store.get(digest)
-        return None if document is None else self._remember(digest, document)
+        if document is None:
+            return None
+        graph = parse_graph(document)
+        return self._remember(digest, ParsedGraph(graph, fingerprint(graph), document))
 
     def document(self, digest: str) -> bytes | None:
         """The document of a digest."""
         parsed = self._parsed.get(digest)
         return self._store.get(digest) if parsed is None else parsed.document
 
-    def ensure(self, digest: str, document: bytes) -> None:
+    def ensure(self, digest: str, parsed: ParsedGraph) -> None:
         """Store a document that was parsed, if it is not stored (any more); it is not listed."""
         if not self._store.mark_used(digest):
-            self._store.put(digest, document)
+            self._store.put(digest, parsed.document)
+        if digest not in self._parsed:
+            self._remember(digest, parsed)
 
     def put(self, digest: str, document: bytes, check: Callable[[Graph], None]) -> bool:
         """Store a document whose graph passes `check`; True if it was not stored yet.
@@ -225,11 +230,9 @@ class GraphCache:
         """See `GraphStore.listed`."""
         return self._store.listed()
 
-    def _remember(self, digest: str, document: bytes) -> ParsedGraph:
-        graph = parse_graph(document)
-        parsed = ParsedGraph(graph, fingerprint(graph), document)
+    def _remember(self, digest: str, parsed: ParsedGraph) -> ParsedGraph:
         self._parsed[digest] = parsed
-        self._bytes += len(document)
+        self._bytes += len(parsed.document)
         while self._bytes > MAX_PARSED_BYTES and len(self._parsed) > 1:
             self._bytes -= len(self._parsed.popitem(last=False)[1].document)
         return parsed

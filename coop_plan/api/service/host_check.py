@@ -1,13 +1,17 @@
 """Host check: requests for other hosts or from other origins are refused before all else."""
 
+import functools
 import ipaddress
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from coop_plan.api.service.headers import SECURITY_HEADERS
 from coop_plan.api.service.problems import response
+
+SECURITY = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -38,13 +42,8 @@ class HostCheck:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers.setdefault("X-Content-Type-Options", "nosniff")
-                headers.setdefault("Cache-Control", "no-store")
-                policy = "default-src 'none'; frame-ancestors 'none'"
-                headers.setdefault("Content-Security-Policy", policy)
-                headers.setdefault("Cross-Origin-Resource-Policy", "same-origin")
-                headers.setdefault("Referrer-Policy", "no-referrer")
+                own = {name for name, _ in message["headers"]}
+                message["headers"] += [header for header in SECURITY if header[0] not in own]
             await send(message)
 
         headers = Headers(scope=scope)
@@ -68,6 +67,7 @@ class HostCheck:
         return ""
 
 
+@functools.lru_cache
 def _hostname(address: str) -> str | None:
     try:
         return urlsplit(address).hostname

@@ -6,11 +6,12 @@ import functools
 import logging
 import os
 import sqlite3
-from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated
 
 import msgspec
-from fastapi import Request
+from fastapi import Depends, Request
+from pydantic import BaseModel, Field
 
 from coop_plan.api.jobs.background_improver import SEARCH_SECONDS, BackgroundImprover
 from coop_plan.api.jobs.jobs import Job, JobExecutor, Jobs
@@ -22,7 +23,7 @@ from coop_plan.api.service.auth import Caller
 from coop_plan.api.service.host_check import LOOPBACK
 from coop_plan.api.service.metrics import Metrics
 from coop_plan.api.service.problems import ProblemError
-from coop_plan.api.service.request_body import Body, Memory
+from coop_plan.api.service.request_body import MAX_BODIES, Body, BodyReader, Memory
 from coop_plan.api.service.response_cache import MAX_REQUEST_BYTES, ResponseCache, cache_key
 from coop_plan.api.service.tokens import TokenFile
 from coop_plan.api.service.unkept_plans import UnkeptPlans
@@ -34,8 +35,8 @@ READ_SECONDS = 60.0
 log = logging.getLogger("coop_plan.service")
 
 
-class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a service.
+class ServiceSettings(BaseModel, arbitrary_types_allowed=True, frozen=True):
+    """Settings of a service; printed without addresses and secrets.
 
     Attributes:
         store: address of the plan store, whose records are signed with `secret`.
@@ -48,9 +49,9 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         improve: search better plans while the solvers are idle.
     """
 
-    store: str
-    secret: bytes
-    broker: str = ""
+    store: str = Field(repr=False)
+    secret: bytes = Field(repr=False)
+    broker: str = Field("", repr=False)
     limits: Limits = Limits()
     solvers: int = os.cpu_count() or 1
     readers: int = max(2, (os.cpu_count() or 1) // 2)
@@ -58,7 +59,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     solver_memory: int = 8 << 30
     reader_memory: int = 2 << 30
     store_bytes: int = 1 << 30
-    hosts: Collection[str] = LOOPBACK
+    hosts: tuple[str, ...] = LOOPBACK
     tokens: TokenFile | None = None
     improve: bool = True
 
@@ -72,8 +73,12 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
 class PlanService:
     """Answers requests from the store, or by one solve for all identical requests."""
 
-    def __init__(self, settings: ServiceSettings, metrics: Metrics, memory: Memory) -> None:
-        self._metrics, self._limits = metrics, settings.limits
+    def __init__(
+        self, settings: ServiceSettings, metrics: Metrics, memory: Memory | None = None
+    ) -> None:
+        self.metrics, self.limits = metrics, settings.limits
+        memory = memory or Memory(MAX_BODIES * settings.limits.body_bytes)
+        self.bodies = BodyReader(settings.limits.body_bytes, memory)
         reader = settings.worker(settings.reader_memory, solves=False)
         self._readers = ProcessPool(reader, settings.readers)
         self._threads = ThreadPoolExecutor(settings.readers, thread_name_prefix="reader")
@@ -105,7 +110,7 @@ class PlanService:
         self._improver = BackgroundImprover(self.jobs, self.executor) if settings.improve else None
 
     def _on_finish(self, job: Job) -> None:
-        self._metrics.observe_solve(job.state, job.seconds, job.figures.gap)
+        self.metrics.observe_solve(job.state, job.seconds, job.figures.gap)
         if job.unkept:
             self._unkept.add(job.plan.partition("-")[0], job.record)
 
@@ -130,7 +135,7 @@ class PlanService:
             message = "the request needs more memory or time to read than this server gives it"
             raise ProblemError("too-much-work", message) from None
         if reply.dropped:
-            self._metrics.count_dropped(reply.dropped)
+            self.metrics.count_dropped(reply.dropped)
             log.warning("%d records of the plan store were damaged or no answer", reply.dropped)
         _raise(reply)
         return reply, data
@@ -138,7 +143,10 @@ class PlanService:
     async def _find(
         self, name: bytes, task: WorkerRequest, body: bytes = b""
     ) -> tuple[Reply, bytes]:
-        """The stored answer: from the response cache, if its records are unchanged, or read."""
+        """The stored answer: from the response cache, if its records are unchanged, or read.
+
+        A record that was put back after a better one is no reason to answer worse than before.
+        """
         cached = self._responses.get(name)
         if cached is not None:
             try:
@@ -148,7 +156,14 @@ class PlanService:
             if seals == cached[0].seals:
                 self._on_hit(cached[0])
                 return cached
-        reply, data = await self.call_reader(task, body)
+        try:
+            reply, data = await self.call_reader(task, body)
+        except ProblemError as problem:
+            if cached is None or problem.name != "budget-infeasible":
+                raise
+            return cached
+        if cached is not None and reply.found and _is_better(cached[0], reply):
+            reply, data = msgspec.structs.replace(cached[0], seals=reply.seals), cached[1]
         record = self._unkept.get(reply.key)
         if record and not reply.found:
             task = msgspec.structs.replace(task, with_record=True)
@@ -175,7 +190,7 @@ class PlanService:
         smaller budget, if `provisional` and there is one, or empty.
         """
         caller: Caller = request.state.caller
-        find = WorkerRequest("find", body.encoding, limits=caller.within(self._limits))
+        find = WorkerRequest("find", body.encoding, limits=caller.within(self.limits))
         reply, data = await self._find(cache_key(body.encoding, body.data), find, body.data)
         if reply.found:
             return reply, data, None
@@ -194,7 +209,7 @@ class PlanService:
                             return reply, b"", job
                         smaller = WorkerRequest("for-smaller-budget")
                         return *await self.call_reader(smaller, asked), job
-                    record = job.record
+                    record = job.record or self._unkept.get(reply.key)
                 finally:
                     self.jobs.unsubscribe(job, returning=self._closing)
                 own = job.plan == plan_path(reply.key, reply.costs)
@@ -287,6 +302,12 @@ class PlanService:
         self._store.close()
 
 
+def _is_better(old: Reply, new: Reply) -> bool:
+    """True if the old answer to a request is better than the new one, for the same costs."""
+    before, now = old.figures.overhead, new.figures.overhead
+    return old.costs == new.costs and before is not None and now is not None and before < now
+
+
 def _raise(reply: Reply) -> None:
     if reply.problem:
         raise ProblemError(reply.problem, reply.detail, **reply.members)
@@ -296,3 +317,14 @@ async def _disconnected(request: Request) -> None:
     """Return when the client disconnects, after its body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def running_service(request: Request) -> PlanService:
+    """The service of the app; raises `ProblemError` before the app's lifespan began."""
+    service: PlanService | None = getattr(request.app.state, "service", None)
+    if service is None:
+        raise ProblemError("busy", "the server is starting", retry_after=1)
+    return service
+
+
+Service = Annotated[PlanService, Depends(running_service)]

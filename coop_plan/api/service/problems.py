@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
-from starlette.routing import Match
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
 
 PREFIX = "urn:coop-plan:problem:"
 MEDIA_TYPE = "application/problem+json"
@@ -34,6 +32,12 @@ PROBLEMS = {
 }
 """Problem type → (status, title)."""
 
+COMMON = ("unauthorized", "forbidden", "too-many-requests", "busy")
+"""Problems of all routes that need a token."""
+
+HEADERS = {401: "WWW-Authenticate", 429: "Retry-After", 503: "Retry-After"}
+"""Header of a problem's response by its status."""
+
 
 class ProblemError(Exception):
     """Ends a request with the problem of this name."""
@@ -43,19 +47,27 @@ class ProblemError(Exception):
         super().__init__(detail)
 
 
-SCHEMA: dict[str, Any] = {
-    "title": "Problem",
-    "description": "A problem (RFC 9457); some types have members of their own.",
-    "type": "object",
-    "properties": {
-        "type": {"enum": [PREFIX + name for name in PROBLEMS]},
-        "title": {"type": "string"},
-        "status": {"type": "integer"},
-        "detail": {"type": "string"},
-    },
-    "required": ["type", "title", "status", "detail"],
-}
-"""The JSON Schema of a problem."""
+class Problem(BaseModel):
+    """A problem (RFC 9457); some types have members of their own."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(json_schema_extra={"enum": [PREFIX + name for name in PROBLEMS]})
+    title: str
+    status: int
+    detail: str
+    pointer: str = Field("", description="JSON pointer of the fault, or the name of a parameter")
+    retry_after: int = Field(0, description="Seconds until a good time to ask again")
+    digest: str = Field("", description="Digest of the document, or of the graph to be sent")
+    max_body_bytes: int = 0
+    max_ops: int = 0
+    budget_bytes: int = 0
+    min_feasible_bytes: int | None = Field(None, description="The method's smallest budget")
+    met_bytes: int | None = Field(None, description="A budget that is met")
+    budget_lower_bound_bytes: int | None = Field(None, description="Proved: no schedule needs less")
+    blocking_op: int | None = None
+    blocking_op_name: str = ""
+    working_set_bytes: int = Field(0, description="Of the blocking op")
 
 
 def described(*names: str) -> dict[int | str, dict[str, Any]]:
@@ -66,42 +78,21 @@ def described(*names: str) -> dict[int | str, dict[str, Any]]:
         status, title = PROBLEMS[name]
         known = found.setdefault(status, {"description": "", "content": content})
         known["description"] += f"{'; ' if known['description'] else ''}{title} (`{name}`)"
+        if header := HEADERS.get(status):
+            known["headers"] = {header: {"schema": {"type": "string"}}}
     return found
 
 
 def response(
     name: str, detail: str, headers: Mapping[str, str] | None = None, **members: Any
-) -> JSONResponse:
+) -> Response:
     """The problem as a response; `retry_after` (s) is also its `Retry-After`."""
     status, title = PROBLEMS[name]
     sent = dict(headers or {})
     if "retry_after" in members:
         sent["Retry-After"] = str(members["retry_after"])
-    document = {"type": PREFIX + name, "title": title, "status": status, "detail": detail}
-    return JSONResponse(
-        {**members, **document}, status_code=status, media_type=MEDIA_TYPE, headers=sent
-    )
-
-
-def install(app: FastAPI) -> None:
-    """Answer all errors of the app with problems."""
-
-    @app.exception_handler(ProblemError)
-    async def problem(_: Request, error: ProblemError) -> JSONResponse:
-        return response(error.name, error.detail, **error.members)
-
-    @app.exception_handler(HTTPException)
-    async def http(request: Request, error: HTTPException) -> JSONResponse:
-        name = {404: "not-found", 405: "method-not-allowed"}.get(error.status_code)
-        if name is None:
-            return response("invalid-input", str(error.detail), pointer="")
-        headers = error.headers
-        if error.status_code == 405:  # Starlette's `Allow` has the methods of one route only
-            routes = [r for r in app.routes if r.matches(request.scope)[0] is not Match.NONE]
-            methods = {method for route in routes for method in getattr(route, "methods", ())}
-            headers = {"Allow": ", ".join(sorted(methods))}
-        return response(name, str(error.detail), headers)
-
-    @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> JSONResponse:
-        return response("internal-error", f"{type(error).__name__} in the server")
+    if name == "unauthorized":
+        sent["WWW-Authenticate"] = "Bearer"
+    own = {"type": PREFIX + name, "title": title, "status": status, "detail": detail}
+    document = Problem.model_construct(**members | own).model_dump_json(exclude_unset=True)
+    return Response(document, status_code=status, media_type=MEDIA_TYPE, headers=sent)

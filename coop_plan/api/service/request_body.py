@@ -23,7 +23,7 @@ SMALL_BYTES = 64 << 10
 
 
 class Memory:
-    """Account of the bytes that a server holds for requests: bodies, also of queued jobs.
+    """Account of the bytes that a server holds for requests: bodies, and records of jobs.
 
     One caller may hold at most half of them.
     """

@@ -8,7 +8,7 @@ import functools
 import hashlib
 from importlib import resources
 
-from fastapi import FastAPI
+from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, Response
 
 from coop_plan.api.service.sample_graph import sample_graph
@@ -20,7 +20,7 @@ ENTRY = "service.js"
 DOCS_FILES = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
 """Files of the page `/docs`, with their media types."""
 
-DOCS_PATHS = frozenset({"/docs", *(f"/docs/{name}" for name in DOCS_FILES)})
+router = APIRouter(include_in_schema=False)
 
 _SCRIPT = """
 SwaggerUIBundle({ url: "/openapi.json", dom_id: "#docs", deepLinking: true, validatorUrl: null });
@@ -76,21 +76,17 @@ _DOCS_POLICY = (
 """Content-Security-Policy of `/docs`: Swagger UI sets styles of elements."""
 
 
-def install(app: FastAPI) -> None:
-    """Add the routes."""
+@router.get("/")
+async def get_page() -> HTMLResponse:
+    """The service's page."""
+    text, policy = _page()
+    return HTMLResponse(text, headers={"Content-Security-Policy": policy})
 
-    @app.get("/", include_in_schema=False)
-    async def get_page() -> HTMLResponse:
-        text, policy = _page()
-        return HTMLResponse(text, headers={"Content-Security-Policy": policy})
 
-    @app.get("/docs", include_in_schema=False)
-    async def get_docs() -> HTMLResponse:
-        return HTMLResponse(_DOCS, headers={"Content-Security-Policy": _DOCS_POLICY})
-
-    for name in DOCS_FILES:
-        add = app.get(f"/docs/{name}", include_in_schema=False)
-        add(functools.partial(_get_docs_file, name))
+@router.get("/docs")
+async def get_docs() -> HTMLResponse:
+    """Swagger UI."""
+    return HTMLResponse(_DOCS, headers={"Content-Security-Policy": _DOCS_POLICY})
 
 
 @functools.cache
@@ -109,3 +105,7 @@ async def _get_docs_file(name: str) -> Response:
 @functools.cache
 def _docs_file(name: str) -> bytes:
     return (resources.files("fastapi_offline") / "static" / name).read_bytes()
+
+
+for _name in DOCS_FILES:
+    router.get(f"/docs/{_name}")(functools.partial(_get_docs_file, _name))
