@@ -43,6 +43,7 @@ h1 { position: absolute; clip-path: inset(50%); }
 .swagger-ui .opblock-put .opblock-summary-method { background: #855000 !important; }
 .swagger-ui .opblock-delete .opblock-summary-method { background: #b3261e !important; }
 .swagger-ui .json-schema-2020-12-expand-deep-button { color: #333; }
+.swagger-ui .parameter__in { color: #555; }
 .swagger-ui .microlight span[style*="211, 99, 99"] { color: #ffa3a3 !important; }
 """
 """Swagger UI's colours lack contrast."""
