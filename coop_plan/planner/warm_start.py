@@ -4,6 +4,8 @@ A method starts from the plan's sequence of runs. The plan itself is the answer 
 request and costs less than what the method found.
 """
 
+from typing import Any
+
 import numpy as np
 
 from coop_plan.planner.core.problem import Problem
@@ -42,7 +44,7 @@ def as_answer(
     plan: Plan, options: PlanOptions, budget_bytes: int, seconds: float, found: Plan | None = None
 ) -> Plan:
     """The plan as the answer to a request, with the proofs of `found`, the method's own plan."""
-    proofs = {"lower_bound_us": None, "lower_bound_model": None}
+    proofs: dict[str, Any] = {"lower_bound_us": None, "lower_bound_model": None}
     if found is not None and (found.lower_bound_us or np.inf) <= plan.cost_us:
         proofs = {name: getattr(found, name) for name in proofs}
     least = None if found is None else found.budget_lower_bound_bytes
