@@ -77,23 +77,6 @@ def test_long_work_shows_its_progress_on_a_terminal(arguments, words, tmp_path):
         assert re.search(r"\d of 4 s, \d s left", seen)
 
 
-def test_what_is_printed_meanwhile_goes_to_stdout():
-    """A row of `fit` that is redirected to a file is in the file, with a bar on the terminal."""
-    script = """
-import click
-from coop_plan.api.cli.progress import show_progress
-with show_progress():
-    click.echo("row")
-"""
-    ours, theirs = pty.openpty()
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, check=True
-    )
-    os.close(ours)
-    os.close(theirs)
-    assert done.stdout == b"row\n"
-
-
 def test_a_pipe_gets_no_progress():
     asked = [GRAPH, "--budget", "50%", "--method", "auto", "--time-limit", "3"]
     done = subprocess.run(

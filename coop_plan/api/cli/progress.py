@@ -46,13 +46,7 @@ def show_progress(
             return Text(_time(task.elapsed or 0.0, task.fields["share"], limit_seconds))
 
     columns = (TextColumn("{task.description}"), Bar(), Left())
-    # Lines printed meanwhile scroll above the bar on a terminal; a file or pipe gets them itself.
-    with Bars(
-        *columns,
-        console=Console(stderr=True),
-        transient=True,
-        redirect_stdout=sys.stdout.isatty(),
-    ) as bars:
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(message, total=None, share=None)
 
         def show(progress: "Progress") -> None:
