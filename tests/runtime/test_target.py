@@ -56,6 +56,7 @@ def other(a, batch=1): return good()
 @functools.lru_cache
 def power(): return 2
 def cached(): return (lambda x: (model(x) ** power()).sum()), (torch.randn(64, 32),)
+def ranks(): return torch.nn.parallel.DistributedDataParallel(model), (torch.randn(64, 32),)
 """
 
 
@@ -86,6 +87,7 @@ def test_a_step_is_captured_with_its_facts(user_module):
         ("{}:not_a_pair", "must return a callable"),
         ("{}:raises", "user_steps.py, line .: ZeroDivisionError"),
         ("{}:ends", "ended in .*user_steps.py, line 41: SystemExit: 0"),
+        ("{}:ranks", "line 47: ValueError: .*; a capture is of one process: leave out DDP"),
         ("{}:sized", r"required argument: 'batch' \(--batch N\)"),
         ("{}:other", "cannot be called: missing a required argument: 'a'"),
     ],

@@ -108,6 +108,11 @@ def user_failure(spec: str, error: Exception) -> InvalidInputError:
             " without the device no values are computed: use Python numbers, or capture without"
             " --device"
         )
+    elif "process group" in str(error):
+        message += (
+            "; a capture is of one process: leave out DDP and FSDP. Of N shards each holds 1/N of"
+            " the weights, gradients and states, and whole activations"
+        )
     return InvalidInputError(message)
 
 
