@@ -120,7 +120,7 @@ def test_secrets_are_read_by_their_owner_and_nobody_else():
     """`coop-plan token` and a default umask: files of one user, closed to others."""
     documents = [
         (DOCKER / "compose.yaml").read_text(),
-        (DOCKER.parent / "docs/service.md").read_text(),
+        (DOCKER.parent / "docs/cluster.md").read_text(),
     ]
     for service in COMPOSE["services"].values():
         user = service.get("user", "")

@@ -199,7 +199,7 @@ def test_a_bad_graph_ends_in_one_line_with_the_place(fault, run, folder, documen
         (["place", "b.csv", "--seed", "-1"], "--seed"),
         (["place", "b.csv", "--time-limit", "nan"], "--time-limit"),
         (["serve", "--max-time-limit", "nan"], "--max-time-limit"),
-        ([], "no GRAPH"),
+        (["--budget", "50%"], "Missing argument 'GRAPH'"),
         (["verfy", "graph.json", "plan.json"], "did you mean 'verify'"),
         (["verify", "-", "-"], "only one of GRAPH and PLAN"),
         (["graph.json", "--budget", "50%", "--outputs", "nowhere"], "--outputs"),
