@@ -36,6 +36,7 @@ from coop_plan.runtime.execute.lower_to_fx import stubs
 from coop_plan.runtime.execute.planned_step import PlannedStep
 from coop_plan.runtime.gradients import capture_adjust
 from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment
+from coop_plan.runtime.iteration.recorder import TOLERANCE
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
 from coop_plan.runtime.source_lines import SourceLines, source_lines_of
@@ -50,6 +51,7 @@ from coop_plan.runtime.torch_internals.dynamo import (
 from coop_plan.runtime.torch_internals.dynamo_graphs import assigns_data, uses_functorch_grad
 from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed
 from coop_plan.runtime.variants.passes import VARIANT_PASSES
+from coop_plan.schemas import format_bytes
 
 log = logging.getLogger("coop-plan")
 
@@ -273,6 +275,14 @@ def plan_captured(
         plan_cached=cached,
         plan_seconds=time.perf_counter() - began,
     )
+    if report.resident_bytes + captured.profiling_bytes > report.budget_bytes + TOLERANCE:
+        log.warning(
+            "%s: while '%s' was compiled, measuring %s took %s beside %s of parameters and inputs:"
+            " more than its budget of %s, but only then",
+            *(lines.begin, report.name, captured.profiling_op),
+            *(format_bytes(captured.profiling_bytes), format_bytes(report.resident_bytes)),
+            format_bytes(report.budget_bytes),
+        )
     step = PlannedStep(captured, now, made, report, pools, lines, call, options, history)
     add(report)
     return step

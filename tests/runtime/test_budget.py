@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from benchmarks import loops
 from coop_plan import runtime
 from coop_plan.planner import plan
+from coop_plan.runtime.capture import profiler
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
 from coop_plan.runtime.execute.planned_step import TOLERANCE
 from tests.runtime.stepping import backward_that_does_more_than_add, hooked
@@ -316,3 +317,26 @@ def test_a_share_is_raised_and_bytes_are_refused(caplog, others):
     torch._dynamo.reset()
     with pytest.raises(Exception, match="cannot meet a budget of"):
         wide_step(model, budget=least - 1024)(x)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_compiling_step_keeps_to_its_budget_or_one_line_has_the_excess(caplog, frozen):
+    """Ops are measured on copies of their inputs: of weights, whose gradients may be none."""
+    profiler._profiles.clear()
+    layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())]
+    model = nn.Sequential(*layers).requires_grad_(not frozen)
+    x = torch.randn(8, 256, requires_grad=True)
+    step = torch.compile(model, backend="coop", options={"budget": "min"})
+    gc.collect()
+    before = process_bytes()[0] - sum(value.nbytes for value in (x, *model.parameters()))
+    reset_peak()
+    step(x).sum().backward()
+    peak = process_bytes()[1] - before
+    (report,) = runtime.reports()
+    (said,) = [r for r in caplog.records if "was compiled, measuring" in r.message] or [None]
+    if not frozen:
+        assert said is None
+        assert peak <= report.budget_bytes + TOLERANCE
+        return
+    assert "aten.addmm" in said.getMessage() or "aten.mm" in said.getMessage()
+    assert report.budget_bytes < peak <= report.budget_bytes + layers[0].weight.nbytes + TOLERANCE

@@ -23,7 +23,7 @@ from coop_plan.runtime.capture.graph_builder import (
     is_random,
 )
 from coop_plan.runtime.capture.op_variants import OpVariant, VariantPasses, VariantTable
-from coop_plan.runtime.capture.profiler import measured_ops
+from coop_plan.runtime.capture.profiler import largest_measurement, measured_ops
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.copy_engines import measure_link
 from coop_plan.runtime.distributed.collectives import (
@@ -82,6 +82,9 @@ class Captured:
     profile_seconds: float
     device: torch.device
     profiled_ops: int = 0
+    profiling_bytes: int = 0
+    """Most bytes that the measurement of an op took, that of `profiling_op`; 0 if none was."""
+    profiling_op: str = ""
     output_args: list[Any] = field(default_factory=list)
     resident_in_step: int = 0
     """Resident bytes that are allocated during the step: tangents, copies of inputs that the step
@@ -131,6 +134,7 @@ def capture_joint(
         CaptureError: an op or input that cannot be planned.
     """
     began, measured = time.perf_counter(), measured_ops()
+    largest_measurement()  # forgets earlier ones
     complete_collectives(module)
     passes = variants if model is None else None
     for rewrite in passes.rewrites if passes else ():
@@ -182,6 +186,7 @@ def capture_joint(
             variant["inplace"] = [
                 p for p in pairs if {builder.tensors[t]["kind"] for t in p} == {"activation"}
             ]
+    profiling_bytes, profiling_op = largest_measurement()
     forward = _forward_nodes(module, outputs[:num_fwd_outputs])
     order = [i for i, node in enumerate(builder.ops) if node in forward]
     forward_ops = len(order)
@@ -210,6 +215,8 @@ def capture_joint(
         profile_seconds=time.perf_counter() - began,
         device=device,
         profiled_ops=measured_ops() - measured,
+        profiling_bytes=profiling_bytes,
+        profiling_op=profiling_op,
         output_args=outputs,
         # On CUDA the arena's hook does not see these bytes.
         resident_in_step=_resident_in_step(builder) if device.type == "cpu" else 0,

@@ -63,11 +63,22 @@ PERSISTENT_TYPES = (
 
 _profiles: dict[object, OpProfile] = {}
 _measured = 0
+_largest = 0, ""
 
 
 def measured_ops() -> int:
     """Number of ops that this process has measured."""
     return _measured
+
+
+def largest_measurement() -> tuple[int, str]:
+    """Most bytes that a measurement since the last call took, and its op.
+
+    They are the op's synthetic inputs, its results and its workspace.
+    """
+    global _largest
+    found, _largest = _largest, (0, "")
+    return found
 
 
 def profile_op(target: Callable[..., Any], args: Any, kwargs: Any, op: str = "") -> OpProfile:
@@ -140,11 +151,18 @@ def _bytes_read(args: Any, kwargs: Any) -> int:
 def _measure_synthetic(
     target: Callable[..., Any], args: Any, kwargs: Any, cost_us: float | None
 ) -> OpProfile:
-    global _measured
+    global _measured, _largest
     with real_mode():
         made = _measure(target, *synthetic_arguments(target, args, kwargs), cost_us)
     _measured += 1
+    taken = sum(_storage_bytes(value) for value in tree_flatten((args, kwargs))[0])
+    taken += sum(allocation.bytes for allocation in made.allocations) + made.worker_bytes
+    _largest = max(_largest, (taken, str(target)))
     return made
+
+
+def _storage_bytes(value: object) -> int:
+    return value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else 0
 
 
 def _parse(record: str | None) -> OpProfile | None:
