@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from coop_plan.api.cluster import lua_scripts
+from coop_plan.api.jobs.jobs import State
 from coop_plan.api.jobs.request_handler import Figures, Reply
 from coop_plan.api.jobs.worker_process import JobRequest
 from coop_plan.planner.plan_cache.record import sign_bytes, verified_bytes
@@ -55,7 +56,7 @@ class JobView(msgspec.Struct, frozen=True):
     """State of a job; `resend` says that its id must be sent to the workers again."""
 
     plan: str
-    state: str
+    state: State
     version: int
     message: str
     figures: Figures
@@ -114,7 +115,7 @@ class JobStore:
 
     def _view(self, job_id: str, parts: list[Any]) -> JobView:
         request, state, version, message, figures, problem, age, resend, took = parts
-        text = state.decode()
+        text = msgspec.convert(state.decode(), State)
         active = text in ("queued", "running")
         return JobView(
             plan=msgspec.json.decode(request, type=JobRequest).plan,
