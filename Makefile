@@ -14,7 +14,7 @@ SHELL := bash
 export NO_MKDOCS_2_WARNING := 1
 
 .PHONY: help demo cluster test test-fast test-oldest test-newest lint format pictures docs coverage bench papers \
-  gpu-bundle clean
+  gpu-bundle clean fits
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -101,8 +101,11 @@ else
 	@echo "no $(DATA): benchmarks of recorded graphs were left out (make bench DATA=FOLDER)"
 endif
 
-papers: $(READY) ## Write docs/papers.md: the papers' figures with ours (half an hour)
-	$(BIN)/python -m benchmarks.papers --output docs/papers.md
+fits: $(READY) ## Compare published memory of training setups with the counts of `coop-plan fit`
+	$(BIN)/python -m benchmarks.fits --smallest
+
+papers: $(READY) ## Write docs/papers*.md: the papers' figures with ours (half an hour)
+	$(BIN)/python -m benchmarks.papers --output docs
 
 # Packages that a machine with Python 3.12 and PyTorch lacks (benchmarks/gpu_step.py).
 GPU_WHEELS := msgspec click rich markdown-it-py mdurl \

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from coop_plan.runtime.errors import RuntimeRefusalError
     from coop_plan.runtime.offline_capture.calibrate import calibrate
     from coop_plan.runtime.offline_capture.capture import capture
+    from coop_plan.runtime.offline_capture.fit import fit
     from coop_plan.runtime.reports import StepReport, clear_reports, reports
     from coop_plan.runtime.train_step import train_step
     from coop_plan.schemas import Graph, InvalidInputError, Plan, load_graph, load_plan
@@ -54,6 +55,7 @@ __all__ = [
     "capture",
     "clear_reports",
     "find_faults",
+    "fit",
     "load_graph",
     "load_plan",
     "plan",
@@ -68,6 +70,7 @@ _MODULES = {
     "runtime": ("RuntimeRefusalError", "StepReport", "clear_reports", "reports"),
     "runtime.offline_capture.calibrate": ("calibrate",),
     "runtime.offline_capture.capture": ("capture",),
+    "runtime.offline_capture.fit": ("fit",),
     "runtime.train_step": ("train_step",),
     "schemas": ("Graph", "InvalidInputError", "Plan", "load_graph", "load_plan"),
 }

@@ -1,5 +1,7 @@
 """A training loop within a memory budget; the numbers are eager's to the last bit."""
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -15,4 +17,7 @@ for _ in range(5):
     optimizer.step()
     optimizer.zero_grad()
 print("loss", loss.item())
-print(coop_plan.reports()[0])
+report = coop_plan.reports()[0]
+report.show()
+Path("graph.json").write_text(report.graph.to_json())
+Path("plan.json").write_text(report.plan.to_json())

@@ -117,7 +117,7 @@ def test_the_commands_of_pods_are_ours(part):
 
 
 def test_secrets_are_read_by_their_owner_and_nobody_else():
-    """`coop-plan token` writes mode 0600: its file need not be opened to others."""
+    """`coop-plan token` and a default umask: files of one user, closed to others."""
     documents = [
         (DOCKER / "compose.yaml").read_text(),
         (DOCKER.parent / "docs/service.md").read_text(),

@@ -70,11 +70,11 @@ def leads_somewhere(name):
 
 
 def test_every_page_is_reachable_and_short():
-    """Generated references and measured tables may be long."""
+    """Generated references may be long: the command's help and the changes."""
     config = (ROOT / "mkdocs.yml").read_text()
     pages = sorted((ROOT / "docs").glob("*.md"))
     assert [page.name for page in pages if page.name not in config] == []
-    long = {"cli.md", "benchmarks.md", "papers.md", "changelog.md", "service.md"}
+    long = {"cli.md", "changelog.md"}
     lengths = {page.name: len(page.read_text().splitlines()) for page in pages}
     assert {name: n for name, n in lengths.items() if n > 200 and name not in long} == {}
 

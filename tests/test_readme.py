@@ -25,7 +25,6 @@ MARK = "@"
 pytestmark = pytest.mark.timeout(1200)  # commands start and profile slowly on a busy machine
 
 VOLATILE = (
-    r"(?<=\w)=[\d.e-]+(?=[,)])",  # the figures of a report: profiled here
     r"(?<=^planning time   ).*",
     r"(?<=^time         ).*",
     r"(?<=^location: /plans/)[\w-]+",  # a key names the planner's version
@@ -54,7 +53,7 @@ def commands(block):
 
 def stable(text):
     """The lines without what is volatile, each without spaces at its end."""
-    lines = [line.rstrip() for line in re.sub(r"\n    ", " ", text).splitlines()]
+    lines = [line.rstrip() for line in text.splitlines()]
     for pattern in VOLATILE:
         lines = [re.sub(pattern, "…", line) for line in lines]
     return [line for line in lines if line and not line.startswith("compiling the planner's")]
@@ -108,6 +107,13 @@ def play(steps, clone):
             assert code == "0", command
 
 
+def test_every_block_is_one_that_a_test_runs():
+    fences = re.findall(r"^```(\w*)\n.*?^```", TEXT, re.DOTALL | re.MULTILINE)
+    assert sorted(fences) == ["console"] * 5 + ["python"] * 2 + ["sh"]
+    for word in ("train.py", "capture", "echo $?", "serve", "place"):
+        assert console(word)
+
+
 @pytest.mark.parametrize("name", ["train.py", "train_step.py"])
 def test_the_code_shown_is_that_of_the_examples(name):
     assert f"](examples/{name})" in TEXT
@@ -118,20 +124,31 @@ def test_the_code_shown_is_that_of_the_examples(name):
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
 def test_the_training_loop_prints_the_loss_and_report_shown(clone):
-    [(command, (loss, report))] = console("train.py")
+    """Three commands lead to a budgeted run and its picture; the installation is the fixture's."""
+    (install, _), (train, (loss, *report)), (show, _) = console("train.py")
+    assert install == "pip install '.[torch]'"
     folder, environment = clone
-    done = subprocess.run(
-        shlex.split(command),
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    printed = done.stdout.splitlines()
+    done = [
+        subprocess.run(
+            shlex.split(command),
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for command in (train, show)
+    ]
+    printed, picture = done[0].stdout.splitlines(), done[1].stderr.splitlines()
     assert float(printed[0].split()[1]) == pytest.approx(float(loss.split()[1]), rel=1e-6)
-    assert stable(printed[1]) == [report]
-    assert "outside_bytes=0" in printed[1]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in printed[1:]]
+    shown = [re.split(r"\s{2,}", line.strip()) for line in report]
+    assert [(row[0], len(row)) for row in rows] == [(row[0], len(row)) for row in shown]
+    found = {row[0]: row[1:] for row in rows}
+    assert found["outside the plan"] == ["0 B"]
+    assert float(found["peak"][1].split()[0]) <= float(found["budget"][0].split()[0])
+    assert re.fullmatch(r"map.html: [\d,]+ bytes", picture.pop())
+    assert (folder / "map.html").stat().st_size
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")

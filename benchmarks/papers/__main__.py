@@ -1,6 +1,6 @@
-"""Page of the papers' figures with ours, docs/papers.md; `make papers` writes it.
+"""Pages of the papers' figures with ours, docs/papers*.md; `make papers` writes them.
 
-    python -m benchmarks.papers [--only SECTION,...] [--quick] [--output FILE]
+    python -m benchmarks.papers [--only SECTION,...] [--quick] [--output FOLDER]
 
 Steps are captured for absent devices, so no GPU is needed. Two processes share the rows. --quick
 measures the first row of each section, with half of the search time.
@@ -25,7 +25,8 @@ from benchmarks.variants import DEFAULTS, MONET, OUTPUTS
 INTRO = """# The papers' figures
 
 Published figures of the papers that coop-plan follows, and its own results on the same networks.
-`make papers` prints this page; each section names its own command.
+`make papers` prints this page and [that of exact programs](papers-exact.md); each section names its
+own command.
 
 *Overhead* is the cost of a plan ÷ the cost of every op once, minus 1. *Peak* is that of
 keep-everything at its best placement: parameters, gradients and batch included, optimizer states
@@ -33,6 +34,12 @@ not. A *share* refers to that peak. Coop's authors take shares of their largest 
 overheads against the best time of all methods; ours refer to the graph itself. Costs are
 [rooflines](cli.md), not measured times, so overheads compare methods and predict no seconds. A dash
 in *published* means that no figure for that row is known to us.
+"""
+
+EXACT_INTRO = """# The papers' exact programs
+
+Published figures of integer programs, and coop-plan's own results. The terms are those of
+[the papers' figures](papers.md).
 """
 
 NOT_FILLED = """## Not filled
@@ -202,17 +209,32 @@ SECTIONS = (
 )
 
 
+PAGES = (
+    ("papers.md", INTRO, ("coop", "shares", "latency", "delta", "delta-saved"), NOT_FILLED),
+    (
+        "papers-exact.md",
+        EXACT_INTRO,
+        ("bounds", "checkmate", "solving", "speedup", "monet", "monet-third"),
+        "",
+    ),
+)
+"""Pages: file, introduction, sections in order, end."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     names = [section.name for section in SECTIONS]
     parser.add_argument("--only", default=",".join(names), help="of " + ", ".join(names))
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--output", type=Path, help="a page whose other sections stay; else stdout")
+    parser.add_argument("--output", type=Path, help="a folder of pages whose other sections stay")
     args = parser.parse_args()
     if unknown := set(filter(None, args.only.split(","))) - set(names):
         parser.error(f"no section {', '.join(sorted(unknown))}")
     wanted = [section for section in SECTIONS if section.name in args.only.split(",")]
-    tables = _tables(args.output.read_text()) if args.output and args.output.exists() else {}
+    tables: dict[str, str] = {}
+    for file, *_ in PAGES:
+        if args.output and (args.output / file).exists():
+            tables |= _tables((args.output / file).read_text())
     with (
         TemporaryDirectory() as folder,
         ProcessPoolExecutor(
@@ -230,15 +252,16 @@ def main() -> None:
                 made.append(row.result())
                 print(" | ".join(made[-1]), file=sys.stderr, flush=True)
             tables[section.title] = _table(section, made, quick=args.quick)
-    order = [section.title for section in SECTIONS]
-    parts = [tables[title] for title in order if title in tables]
-    lacking = [title for title in order if title not in tables]
-    left = textwrap.fill("Not run for this page: " + "; ".join(lacking) + ".", 100)
-    page = "\n".join([INTRO, *parts, NOT_FILLED, *([left, ""] if lacking else [])])
-    if args.output:
-        args.output.write_text(page)
-    else:
-        print(page)
+    titles = {section.name: section.title for section in SECTIONS}
+    for file, intro, order, end in PAGES:
+        parts = [tables[titles[name]] for name in order if titles[name] in tables]
+        lacking = [titles[name] for name in order if titles[name] not in tables]
+        left = textwrap.fill("Not run for this page: " + "; ".join(lacking) + ".", 100)
+        page = "\n".join([intro, *parts, *([end] if end else []), *([left, ""] if lacking else [])])
+        if args.output:
+            (args.output / file).write_text(page)
+        else:
+            print(page)
 
 
 def _tables(page: str) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""Fit of a step on a device: its plan within the memory, its overhead, and the largest batch.
+"""Fit of a step in a budget: its plan within it, the smallest budget, and the largest batches.
 
 Every number is that of a verified plan. The search for the largest batch interpolates between two
 captured graphs, with sizes and costs affine in the batch. A batch is accepted once the step has
-been captured at it and planned within the memory. If that fails, the new capture replaces one of
+been captured at it and planned within the budget. If that fails, the new capture replaces one of
 the two, and the search continues below it.
 """
 
@@ -14,7 +14,7 @@ import msgspec
 
 from coop_plan.planner.core.errors import InfeasibleBudgetError
 from coop_plan.planner.planning import plan
-from coop_plan.schemas import Graph, InvalidInputError, Plan
+from coop_plan.schemas import Graph, InvalidInputError, Outputs, Plan
 
 MAX_CAPTURES = 6
 """Limit of captures per search for a largest batch."""
@@ -22,6 +22,37 @@ MAX_CAPTURES = 6
 MAX_BATCH = 1 << 24
 
 ONE_FORWARD = "one extra forward"
+"""Limit of overhead: the cost of the forward pass, as of a checkpoint for every layer."""
+
+
+@dataclass(frozen=True)
+class Budgeting:
+    """The bytes that a step may use, and how it is planned.
+
+    `link` is the bandwidth to the host in both directions, bytes/s; 0 for no transfers.
+    """
+
+    bytes: int
+    outputs: Outputs = "outside"
+    link: int = 0
+
+    def plan(self, graph: Graph) -> Plan | None:
+        """The plan within the budget, or None if the method finds none."""
+        if self.bytes <= 0:
+            return None
+        try:
+            return plan(graph, self.bytes, outputs=self.outputs, link=self.link)
+        except InfeasibleBudgetError:
+            return None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Plans of a step: keep-everything, the smallest budget, and within the budget, or None."""
+
+    kept: Plan
+    least: Plan
+    planned: Plan | None
 
 
 @dataclass(frozen=True)
@@ -33,53 +64,35 @@ class Largest:
     plan: Plan | None
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Plans of one step on one device with `memory_bytes` of memory.
-
-    `kept` is the plan of keep-everything, without a limit; `least` that of the smallest budget;
-    `planned` that within the memory, or None. `largest` has an entry per limit of overhead; if it
-    is empty, `unknown` is the reason.
-    """
-
-    memory_bytes: int
-    kept: Plan
-    least: Plan
-    planned: Plan | None
-    largest: Mapping[str, Largest]
-    unknown: str = ""
+def fit(graph: Graph, budget: Budgeting) -> Fit:
+    """Plan a step within a budget, and search the smallest one."""
+    kept = plan(graph, "100%", method="keep-all", outputs=budget.outputs)
+    return Fit(kept, plan(graph, "min", outputs=budget.outputs), budget.plan(graph))
 
 
-def fit(
-    graph_at: Callable[[int], Graph],
-    batch: int,
-    memory_bytes: int,
-    limits: Mapping[str, float],
-    link: int = 0,
-) -> Fit:
-    """Plan the step at a batch within a memory, and search the largest batch per limit of overhead.
+def largest_batches(
+    graph_at: Callable[[int], Graph], batch: int, budget: Budgeting, limits: Mapping[str, float]
+) -> dict[str, Largest]:
+    """The largest batch within a budget per limit of overhead.
 
     Args:
-        graph_at: captures the step at a batch. If it raises `InvalidInputError` at any batch but
-            `batch`, the largest batches are unknown.
-        batch: the batch to plan; twice the batch is captured as well.
-        memory_bytes: memory of the step.
-        limits: limits of overhead by name; `ONE_FORWARD`, the cost of the forward pass, is added.
-        link: bytes/s of the host link in both directions for transfers; 0 for none.
+        graph_at: captures the step at a batch; `batch`, twice it and a few others are captured.
+        batch: the first batch.
+        budget: of the step, at any batch.
+        limits: limits of overhead by name; `ONE_FORWARD` is added.
+
+    Raises:
+        InvalidInputError: the step has other ops at another batch, or `graph_at` raised it.
     """
-    captured = {batch: graph_at(batch)}
-    graph = captured[batch]
-    kept = plan(graph, "100%", method="keep-all")
-    search = _Search(graph_at, captured, memory_bytes, link)
-    planned = search.within(graph)
+    search = _Search(graph_at, budget)
+    limits = {**limits, ONE_FORWARD: forward_share(search.capture(batch))}
+    return {name: search.largest(batch, limit) for name, limit in limits.items()}
+
+
+def forward_share(graph: Graph) -> float:
+    """The cost of the forward relative to the whole step."""
     forward = fsum(op.cost_us for op in graph.ops if op.phase == "forward")
-    limits = {**limits, ONE_FORWARD: forward / max(kept.base_cost_us, 1e-9)}
-    least = plan(graph, "min")
-    try:
-        largest = {name: search.largest(batch, limit) for name, limit in limits.items()}
-    except InvalidInputError as error:
-        return Fit(memory_bytes, kept, least, planned, {}, f"no largest batch: {error}")
-    return Fit(memory_bytes, kept, least, planned, largest)
+    return forward / max(fsum(op.cost_us for op in graph.ops), 1e-9)
 
 
 def scaled(small: Graph, large: Graph, position: float) -> Graph:
@@ -117,21 +130,13 @@ def scaled(small: Graph, large: Graph, position: float) -> Graph:
 
 @dataclass
 class _Search:
-    """Cached captures and plans of one step at many batches within one memory."""
+    """Cached captures and plans of one step at many batches within one budget."""
 
     _graph_at: Callable[[int], Graph]
-    _captured: dict[int, Graph]
-    _memory: int
-    _link: int
+    _budget: Budgeting
+    _captured: dict[int, Graph] = field(default_factory=dict)
     _planned_at: dict[int, Plan | None] = field(default_factory=dict)
     _interpolated: dict[tuple[int, int, int], Plan | None] = field(default_factory=dict)
-
-    def within(self, graph: Graph) -> Plan | None:
-        """The plan within the memory, or None if the method finds none."""
-        try:
-            return plan(graph, self._memory, link=self._link)
-        except InfeasibleBudgetError:
-            return None
 
     def largest(self, first: int, limit: float) -> Largest:
         """The largest batch whose captured step has a plan with at most this overhead."""
@@ -178,18 +183,19 @@ class _Search:
     def _scaled(self, pair: tuple[int, int], batch: int) -> Plan | None:
         key = (*pair, batch)
         if key not in self._interpolated:
-            small, large = (self._capture(b) for b in pair)
+            small, large = (self.capture(b) for b in pair)
             position = (batch - pair[0]) / (pair[1] - pair[0])
             graph = scaled(small, large, position)
-            self._interpolated[key] = self.within(graph)
+            self._interpolated[key] = self._budget.plan(graph)
         return self._interpolated[key]
 
     def _planned(self, batch: int) -> Plan | None:
         if batch not in self._planned_at:
-            self._planned_at[batch] = self.within(self._capture(batch))
+            self._planned_at[batch] = self._budget.plan(self.capture(batch))
         return self._planned_at[batch]
 
-    def _capture(self, batch: int) -> Graph:
+    def capture(self, batch: int) -> Graph:
+        """The graph at a batch, captured once."""
         if batch not in self._captured:
             self._captured[batch] = self._graph_at(batch)
         return self._captured[batch]

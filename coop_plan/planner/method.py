@@ -42,6 +42,8 @@ class Request:
     any_schedule: bool = False
     """True if the first schedule that fits is wanted, at any cost."""
     progress: Callable[[Progress], None] | None = None
+    start: tuple[int, ...] | None = None
+    """Ops in the order of a known schedule, to start from."""
 
     def check_time(self) -> None:
         """Raise `TimeLimitError` once the deadline has passed."""

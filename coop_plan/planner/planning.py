@@ -6,7 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from coop_plan.planner.core.build_plan import assemble
-from coop_plan.planner.core.errors import DoesNotFitError, InfeasibleBudgetError
+from coop_plan.planner.core.errors import (
+    DoesNotFitError,
+    InfeasibleBudgetError,
+    TimeLimitError,
+)
 from coop_plan.planner.core.memory_bounds import (
     arena_lower_bound,
     budget_lower_bound,
@@ -22,6 +26,7 @@ from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.placement.layout import WORK, lay_out_host
 from coop_plan.planner.smallest_budget import Task
 from coop_plan.planner.verifier import verify
+from coop_plan.planner.warm_start import as_answer, fits, runs_of
 from coop_plan.schemas import Graph, Plan
 
 SEARCHED_RATIO = 2
@@ -48,6 +53,7 @@ def plan(
     budget: PlanOptions | str | int,
     *,
     progress: Callable[[Progress], None] | None = None,
+    start: Plan | None = None,
     **fields: Any,
 ) -> Plan:
     """Plan `graph` within `budget`; the plan has passed the verifier.
@@ -60,14 +66,52 @@ def plan(
         graph: one profiled training step.
         budget: bytes, `"12GiB"`, `"50%"` or `"min"`; or `PlanOptions`, which include the budget.
         progress: called with a `Progress` at intervals.
+        start: a plan of this graph to start from. If it fits the request, the answer costs no more
+            (for `min`, it needs no more memory).
         fields: fields of `PlanOptions`, as keyword arguments.
 
     Raises:
         InvalidInputError: an unknown method or switch, a bad budget or alignment.
         InfeasibleBudgetError: the method cannot meet the budget.
         TimeLimitError: no plan was found within the time limit.
+        InvalidPlanError: `start` is no valid plan of this graph.
     """
     options = PlanOptions.given(budget, fields)
+    if start is None:
+        return _planned(graph, options, progress)
+    began = time.monotonic()
+    verify(graph, start)
+    found: Plan | None = None
+    limit = start.peak_bytes
+    try:
+        found = _planned(graph, options, progress, start)
+    except (InfeasibleBudgetError, TimeLimitError):
+        if options.budget.kind != "min":
+            limit = options.budget.resolve(keep_all_peak(graph, options)) or 0
+        if not fits(start, options, limit):
+            raise
+    else:
+        worse: tuple[float, float] = (0, found.cost_us)
+        known: tuple[float, float] = (0, start.cost_us)
+        if options.budget.kind == "min":
+            worse, known = (found.peak_bytes, worse[1]), (start.peak_bytes, known[1])
+        else:
+            limit = found.budget_bytes
+        if worse <= known or not fits(start, options, limit):
+            return found
+    seconds = time.monotonic() - began
+    answer = as_answer(start, options, limit, seconds, found)
+    verify(graph, answer)
+    return answer
+
+
+def _planned(
+    graph: Graph,
+    options: PlanOptions,
+    progress: Callable[[Progress], None] | None,
+    start: Plan | None = None,
+) -> Plan:
+    """As `plan`; the method may start from the runs of `start`, a valid plan of the graph."""
     info = options.info
     graph = options.apply_link(graph)
     compile_method(info.name, linked=graph.device.linked, progress=progress)
@@ -78,6 +122,8 @@ def plan(
         reserved = min(FINISH_SECONDS * problem.op_count, options.time_limit / 2)
         deadline = started + options.time_limit - reserved
     request = Request(0, options.off, deadline, options.seed, options.solver, progress=progress)
+    if start is not None:
+        request = replace(request, start=runs_of(problem, start))
     task = Task(problem, info, request)
 
     # A share refers to the best placement; a budget in bytes gets a second try below.

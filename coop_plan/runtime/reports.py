@@ -101,12 +101,14 @@ class StepReport:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(title=self._title(), box=None, pad_edge=False, title_justify="left")
+        table = Table(box=None, pad_edge=False)
         for name in ("", "planned", "measured"):
             table.add_column(name, justify="left" if not name else "right")
         for row in self._rows():
             table.add_row(*row)
-        Console(highlight=False).print(table)
+        console = Console(highlight=False)
+        console.print(self._title(), markup=False, soft_wrap=True)
+        console.print(table)
 
     def write_scalars(self, writer: ScalarWriter, step: int) -> None:
         """Write the figures to TensorBoard (`torch.utils.tensorboard.SummaryWriter`)."""

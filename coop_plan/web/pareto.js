@@ -47,6 +47,11 @@ export class Pareto {
     onTheme(() => this.draw());
   }
 
+  show(cells) {
+    this.cells = cells;
+    this.draw();
+  }
+
   near(event) {
     const box = this.canvas.getBoundingClientRect();
     const at = [event.clientX - box.left, event.clientY - box.top];
@@ -108,10 +113,12 @@ export class Pareto {
       pen.stroke();
       pen.fillText(percent(tick), MARGIN.left - 6, y + 4);
     }
-    pen.textAlign = "left";
-    pen.fillText(bytes(Math.round(this.from)), MARGIN.left, this.tall - 10);
-    pen.textAlign = "right";
-    pen.fillText(`peak ${bytes(Math.round(this.to))}`, this.wide - MARGIN.right, this.tall - 10);
+    const [, step] = ticks(this.to - this.from, Math.max(2, Math.floor(this.wide / 160)), true);
+    for (let at = Math.ceil(this.from / step) * step; at <= this.to; at += step) {
+      const x = this.x(at);
+      pen.textAlign = x > this.wide - MARGIN.right - 30 ? "right" : "center";
+      pen.fillText(bytes(at), x, this.tall - 10);
+    }
   }
 
   // A bound holds for its budget and for all smaller ones.

@@ -84,7 +84,7 @@ function search(maps, changed) {
   return { node, set, value: () => field.value };
 }
 
-function download(name, blob) {
+export function download(name, blob) {
   const link = element("a", { href: URL.createObjectURL(blob), download: name });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);

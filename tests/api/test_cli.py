@@ -37,6 +37,39 @@ from coop_plan.schemas import (
 from tests.support import make_graph, make_plan
 
 
+def test_a_plan_starts_from_another(run, folder):
+    assert run("graph.json", "--budget", "70%", "-o", "known.json")[0] == 0
+    known = json.loads((folder / "known.json").read_text())
+    options = ("--budget", "70%", "--from", "known.json", "--json")
+    code, out, _ = run("graph.json", "--method", "coop", *options)
+    assert code == 0
+    assert json.loads(out)["cost_us"] <= known["cost_us"]
+    example = str(Path(__file__).parents[2] / "examples" / "graph.json")
+    code, _, err = run(example, *options)
+    assert code == 2
+    assert "known.json#/graph: wrong-graph: the plan is for graph sha256:" in err
+    code, _, err = run("graph.json", *options, "--server", "http://localhost:1")
+    assert (code, "--from is for plans made here" in err) == (2, True)
+
+
+def test_alone_it_prints_its_help(run):
+    assert run() == run("--help")
+    assert run()[0] == 0
+
+
+def test_the_shell_completes_as_documented():
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    assert 'eval "$(_COOP_PLAN_COMPLETE=bash_source coop-plan)"' in page
+    asked = {"COMP_WORDS": "coop-plan comp", "COMP_CWORD": "1"}
+    asked["_COOP_PLAN_COMPLETE"] = "bash_complete"
+    script = "from coop_plan.api.cli.main import main; main()"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(
+        command, env=os.environ | asked, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["plain,compare"]
+
+
 def test_plans_without_a_subcommand_and_the_plan_passes_verify(run, folder):
     code, out, err = run("graph.json", "--budget", "330", "--alignment", "1", "-o", "plan.json")
     assert (code, err) == (0, "")

@@ -1,34 +1,63 @@
 """`coop-plan fit`: a row for each device, whatever becomes of the others."""
 
 import json
+from functools import partial
 
-import msgspec
 import pytest
 
-from coop_plan.api.cli import fit
 from coop_plan.runtime import CaptureError
-from coop_plan.schemas import Device, InvalidInputError, parse_graph
+from coop_plan.runtime.offline_capture import devices, fake_device
+from coop_plan.runtime.offline_capture.eager_parts import EagerMemory, EagerParts
+from coop_plan.schemas import InvalidInputError, parse_graph
 from tests.planner.test_fit import chain
+
+MEMORY = 512 * 50
+
+
+class Captures:
+    """Stands for the processes that capture: a graph is `graphs(device, batch)`."""
+
+    def __init__(self, graphs, eager):
+        self.graphs, self.eager = graphs, eager
+        self.asked = []
+
+    def __call__(self):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def capture(self, request):
+        self.asked.append((request.spec.name, request.batch))
+        return fake_device.Captured(self.graphs(request.spec.name, request.batch), self.eager)
 
 
 @pytest.fixture
 def ask(run, monkeypatch):
-    """Run the command where a capture is `graphs(device, batch)`."""
+    """Run the command with such captures, on devices of any name."""
 
-    def call(graphs, *arguments):
-        def captured(target, progress, *, device, batch, optimizer, masters):
-            there = Device(kind="cpu", memory_bytes=512 * 50)
-            return msgspec.structs.replace(graphs(device, batch), device=there)
-
-        monkeypatch.setattr(fit, "captured", captured)
-        return run("fit", "a:b", "--batch", 4, *arguments)
+    def call(graphs, *arguments, memory=MEMORY, eager=None):
+        eager = eager or EagerMemory(step=EagerParts(activations=10 * MEMORY), dtype="float32")
+        monkeypatch.setattr(fake_device, "OfflineCapture", Captures(graphs, eager))
+        monkeypatch.setattr(devices, "device", lambda name: spec(name, memory))
+        return run("fit", "a:b", "--batch", 4, "--margin", 0, *arguments)
 
     return call
 
 
-def failing(error, *devices, above=0):
+def spec(name, memory, **options):
+    flops = {"float32": 1e9}
+    return devices.DeviceSpec(
+        name=name, kind="cpu", memory_bytes=memory, flops=flops, bytes_per_s=1e9, **options
+    )
+
+
+def failing(error, *names, above=0):
     def graphs(device, batch):
-        if device in devices and batch > above:
+        if device in names and batch > above:
             raise error
         return chain(batch)
 
@@ -37,23 +66,25 @@ def failing(error, *devices, above=0):
 
 def test_a_device_that_fails_leaves_the_others_their_figures(ask):
     graphs = failing(CaptureError("it cannot"), "two", "three")
-    code, out, err = ask(graphs, "--device", "one,two,three", "--json")
+    asked = ("--device", "one,two,three", "--batches")
+    code, out, err = ask(graphs, *asked, "--json")
     rows = json.loads(out)
     assert code == 1
-    assert err == "coop-plan: error: two, three: it cannot\n"
+    assert err.splitlines()[-1] == "coop-plan: error: two, three: it cannot"
     assert [row["error"] for row in rows] == [None, "it cannot", "it cannot"]
     assert len({tuple(sorted(row)) for row in rows}) == 1
     assert rows[0]["largest"]["one extra forward"]["batch"] > 4
-    assert rows[1]["keep_all"] is None
-    code, table, again = ask(graphs, "--device", "one,two,three")
-    assert (code, again) == (1, err)
-    assert [line.split()[0] for line in table.splitlines()] == ["device", "one", "one:"]
+    assert rows[1]["eager"] is None
+    code, table, _ = ask(graphs, *asked)
+    assert code == 1
+    assert [line.split()[0] for line in table.splitlines()][2::2] == ["one", "largest"]
 
 
 def test_where_no_device_can_be_asked_there_is_one_message(ask):
     graphs = failing(InvalidInputError("no such step"), "one", "two")
     code, out, err = ask(graphs, "--device", "one,two")
-    assert (code, out, err) == (2, "", "coop-plan: error: one, two: no such step\n")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1] == "coop-plan: error: one, two: no such step"
 
 
 @pytest.mark.parametrize(
@@ -64,16 +95,59 @@ def test_where_no_device_can_be_asked_there_is_one_message(ask):
     ],
 )
 def test_where_other_batches_cannot_be_captured_the_one_asked_about_is_answered(ask, graphs, text):
-    code, out, err = ask(graphs, "--device", "one", "--json")
+    code, out, err = ask(graphs, "--device", "one", "--batches", "--json")
     [row] = json.loads(out)
     assert code == 1
     assert row["keep_all"]["overhead"] == 0
-    assert row["within"]["peak_bytes"] <= 512 * 50
+    assert row["within"]["peak_bytes"] <= MEMORY
     assert row["largest"] == {}
     assert text in row["error"]
     assert text in err
-    code, table, _ = ask(graphs, "--device", "one")
-    assert table.splitlines()[1].split()[-3:] == ["unknown"] * 3
+
+
+def test_one_capture_answers_for_one_batch(ask):
+    """The largest batches, which take several captures, are searched when they are asked for."""
+    code, out, _ = ask(failing(None), "--device", "one", "--json")
+    assert code == 0
+    assert fake_device.OfflineCapture.asked == [("one", 4)]
+    assert json.loads(out)[0]["largest"] == {}
+
+
+def test_a_budget_leaves_states_update_context_and_margin(ask, monkeypatch):
+    """The runtime's budget is that of the step: all else on the card is beside it."""
+    states, update, context = 4096, 2048, 1024
+    step = EagerParts(activations=10 * MEMORY, states=states)
+    eager = EagerMemory(step=step, update_bytes=update, dtype="float32")
+    memory = round(1.25 * (MEMORY + states + update)) + context
+    monkeypatch.setattr("tests.api.test_fit.spec", partial(spec, context_bytes=context))
+    asked = ("--device", "one", "--margin", 25)
+    _, out, _ = ask(failing(None), *asked, "--json", memory=memory, eager=eager)
+    [row] = json.loads(out)
+    assert row["within"]["budget_bytes"] == MEMORY
+    assert row["smallest"]["peak_bytes"] == row["smallest"]["budget_bytes"] + states + update
+    _, table, _ = ask(failing(None), *asked, memory=memory, eager=eager)
+    assert f'options={{"budget": {MEMORY}, "outputs": "gradients"}})' in table
+
+
+def test_as_it_is_means_eager_alone(ask):
+    """No plan is better than eager PyTorch where that fits or needs less."""
+    eager = EagerMemory(
+        step=EagerParts(weights=600), update=EagerParts(weights=600, update=300), dtype="float32"
+    )
+    _, out, _ = ask(failing(None), "--device", "one", "--json", eager=eager)
+    [row] = json.loads(out)
+    assert row["eager"]["peak_bytes"] == row["smallest"]["peak_bytes"] == 900
+    assert row["within"]["budget_bytes"] is None
+    _, table, _ = ask(failing(None), "--device", "one", eager=eager)
+    assert "batch 4 fits as it is" in table
+    _, table, _ = ask(failing(None), "--device", "one", eager=eager, memory=899)
+    assert "batch 4 needs 900 B, and there are 899 B" in table
+
+
+def test_options_of_an_optimizer_need_one(ask):
+    code, _, err = ask(failing(None), "--device", "one", "--update", "fused")
+    assert code == 2
+    assert "name one" in err
 
 
 def other(batch):

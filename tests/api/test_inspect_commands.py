@@ -39,6 +39,16 @@ def test_explain_of_a_budget_that_cannot_be_met_names_the_blocker(run):
     assert "aten.mul.Tensor" in err
 
 
+def test_prices_are_those_of_the_plan_s_link_and_outputs(run, folder):
+    options = ("--budget", "60%", "--link", "25GB/s", "--outputs", "arena", "-o", "moved.json")
+    assert run(EXAMPLE, *options)[0] == 0
+    made = json.loads((folder / "moved.json").read_text())
+    found = json.loads(run("explain", EXAMPLE, "moved.json", "--json")[1])
+    assert found["moves"]
+    prices = {price["budget_bytes"]: price["overhead"] for price in found["prices"]}
+    assert prices[made["budget_bytes"]] == pytest.approx(made["overhead"])
+
+
 def test_explain_prints_no_name_that_moves_the_cursor_or_has_no_end(run, folder):
     graph = json.loads(Path(EXAMPLE).read_text())
     graph["tensors"] = [
@@ -114,6 +124,15 @@ def test_show_writes_a_page_of_two_plans_or_a_picture_of_one(run, folder):
     assert "wrong-graph" in err
 
 
+def test_a_picture_s_ticks_are_round_sizes(run, folder):
+    pytest.importorskip("matplotlib")
+    assert run(EXAMPLE, "--budget", "60%", "-o", "plan.json")[0] == 0
+    assert run("show", EXAMPLE, "plan.json", "-o", "map.svg")[0] == 0
+    ticks = re.findall(r"<!-- ([\d.]+ [KMG]?i?B) -->", (folder / "map.svg").read_text())
+    assert len(ticks) > 3
+    assert all(float(tick.split()[0]).is_integer() for tick in ticks)
+
+
 def test_a_comparison_s_figures_are_the_plans_in_every_form(run, folder, chain):
     reports = ("-o", "all.html", "-o", "all.json", "-o", "all.csv")
     budgets, methods = ("--budgets", "100%,10%,min"), ("--methods", "coop,keep-all")
@@ -147,6 +166,57 @@ def test_a_comparison_without_a_plan_says_why_and_fails(run, folder, budget, cod
     for method in ("coop", "dtr") if code else ():
         assert f"{method} within {budget}: {method} cannot meet a budget" in err
     assert ("infeasible" in out) == bool(code)
+
+
+@pytest.mark.parametrize("report", ["report.html", "report.json"])
+def test_a_comparison_resumes(run, folder, monkeypatch, report):
+    """Cells of the report are not planned again; the result is that of a whole comparison."""
+    methods = ("--methods", "coop,keep-all")
+    assert run("compare", EXAMPLE, *methods, "--budgets", "100%,1KiB", "-o", report)[0] == 0
+    asked = []
+
+    def recorded(graph, questions, processes):
+        asked.extend((str(each.budget_), each.method) for each in questions)
+        return compare(graph, questions, processes)
+
+    monkeypatch.setattr("coop_plan.planner.inspect.compare.compare", recorded)
+    whole = (*methods, "--budgets", "100%,1KiB,70%")
+    code, out, err = run("compare", EXAMPLE, *whole, "-o", report, "--resume")
+    assert code == 0
+    assert asked == [("70%", "coop"), ("70%", "keep-all")]
+    assert "coop within 1KiB: coop cannot meet a budget" in err
+    asked.clear()
+    code, again, _ = run("compare", EXAMPLE, *whole, "-o", report, "--resume")
+    assert (code, again, asked) == (0, out, [])
+    if report.endswith(".html"):
+        data = re.search(r'id="data">(.*?)</script>', Path(report).read_text(), re.DOTALL)[1]
+        cells = json.loads(data)["cells"]
+        assert all(cell["map"] for cell in cells if cell["state"] == "planned")
+    run(
+        "compare",
+        EXAMPLE,
+        *methods,
+        "--budgets",
+        "100%",
+        "--time-limit",
+        "9",
+        "-o",
+        report,
+        "--resume",
+    )
+    assert len(asked) == 2
+
+
+def test_a_comparison_resumes_only_its_own_report(run, folder):
+    few = ("--methods", "keep-all", "--budgets", "100%", "--resume")
+    assert run("compare", EXAMPLE, *few, "-o", "new.json")[0] == 0  # nothing to resume yet
+    code, _, err = run("compare", "graph.json", *few, "-o", "new.json")
+    assert (code, "new.json: the report is of another graph" in err) == (2, True)
+    Path("no.html").write_text("<p>")
+    code, _, err = run("compare", EXAMPLE, *few, "-o", "no.html")
+    assert (code, "no.html: this is no report" in err) == (2, True)
+    code, _, err = run("compare", EXAMPLE, *few, "-o", "only.csv")
+    assert (code, "--resume needs the .html or .json report" in err) == (2, True)
 
 
 def test_a_comparison_that_is_stopped_ends_its_processes(chain):

@@ -3,21 +3,21 @@
 import base64
 import gzip
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from coop_plan.api.cli.main import cli
 from coop_plan.api.cli.memory_map import draw_plans
-from coop_plan.api.service.graph_store import digest_of
 from coop_plan.planner import plan
 from coop_plan.planner.inspect.buffers import KINDS, replay_plan
 from coop_plan.planner.inspect.drawing import drawing
 from coop_plan.schemas import load_graph
 from coop_plan.web import page as whole_page
 from tests.api.server import serving
-
-JSON = {"Content-Type": "application/json"}
 
 CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.sync_api")
@@ -478,68 +478,223 @@ def test_the_report_opens_the_map_of_a_plan(page, tmp_path, plans):
     page.locator(".map canvas[tabindex]").wait_for()
 
 
-def test_the_service_s_page_plans_a_graph_and_shows_what_the_planner_makes(
-    browser, tmp_path_factory
-):
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
     folder = tmp_path_factory.mktemp("service")
-    context = browser.new_context(viewport={"width": 380, "height": 800})
-    page = context.new_page()
-    wrong, asked = [], []
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", lambda line: line.type == "error" and wrong.append(line.text))
-    page.on("request", lambda request: asked.append(request.url))
-    with serving(folder, "--store", str(folder / "plans.db"), "--solvers", "1") as server:
-        at = str(server.base_url).rstrip("/")
-        page.goto(f"{at}/docs")
-        operation = page.locator("#operations-plans-post_plan_plan_post")
+    options = ("--store", str(folder / "plans.db"), "--solvers", "2", "--max-time-limit", "300")
+    with serving(folder, *options) as server:
+        yield server
+
+
+class Visit:
+    """A page of a service, with its requests and its errors."""
+
+    def __init__(self, browser, server, **context):
+        self.at = str(server.base_url).rstrip("/")
+        self.context = browser.new_context(**{"viewport": {"width": 380, "height": 800}} | context)
+        self.page = self.context.new_page()
+        self.requests, self.wrong = [], []
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("console", lambda line: line.type == "error" and self.wrong.append(line.text))
+        self.page.on("request", lambda request: self.requests.append(request))
+
+    def __enter__(self):
+        self.page.goto(self.at)
+        return self
+
+    def __exit__(self, *_):
+        self.context.close()
+
+    def sent(self, method, path):
+        """Requests of a method whose path begins so."""
+        paths = [(r.method, r.url.removeprefix(self.at)) for r in self.requests]
+        return [path_ for method_, path_ in paths if method_ == method and path_.startswith(path)]
+
+    def open_sample(self):
+        self.page.get_by_role("button", name="Sample graph").click()
+        self.page.get_by_text("perceptron of 12 layers: 61 ops").wait_for()
+
+    def choose(self, *methods, budgets=None, **fields):
+        for box in self.page.locator("fieldset input").all():
+            box.set_checked(box.get_attribute("value") in methods)
+        if budgets is not None:
+            self.page.get_by_label("Budgets").fill(budgets)
+        for name, value in fields.items():
+            self.page.locator(f"#{name}").fill(value)
+
+    def plan(self):
+        self.page.get_by_role("button", name="Plan", exact=True).press("Enter")
+
+    def status(self, text):
+        self.page.locator(".status", has_text=text).first.wait_for(timeout=90_000)
+
+    def error_of(self, field):
+        shown = self.page.locator(f"#{field}-error")
+        playwright.expect(shown).not_to_be_empty()
+        return shown.inner_text()
+
+
+def same_map(page, place, known):
+    drawn = page.evaluate(f"document.querySelectorAll('.map canvas[tabindex]')[{place}].map.data")
+    assert {k: v for k, v in drawn.items() if not k.endswith("_us")} == {
+        k: v for k, v in known.items() if not k.endswith("_us")
+    }
+    assert drawn["begin_us"] == pytest.approx(known["begin_us"], abs=0.01)
+
+
+def test_the_page_of_the_interface_names_its_example(browser, service):
+    with Visit(browser, service) as visit:
+        visit.page.goto(f"{visit.at}/docs")
+        operation = visit.page.locator("#operations-plans-post_plan_plan_post")
         operation.locator("button").first.click()
-        page.get_by_text("three layers and their gradients").first.wait_for()
-        assert wrong == []
-        document = (ROOT / "examples" / "graph.json").read_bytes()
-        digest = digest_of(document)
-        assert server.put(f"/graphs/{digest}", content=document, headers=JSON).status_code == 201
-        page.goto(at)
+        visit.page.get_by_text("three layers and their gradients").first.wait_for()
+        assert visit.wrong == []
+
+
+def test_the_service_s_page_plans_a_graph_and_shows_what_the_planner_makes(browser, service):
+    with Visit(browser, service) as visit:
+        page = visit.page
         assert serious(page) == []
-        page.get_by_label("Stored graph").select_option(digest)
-        page.get_by_text("53 ops, 72 tensors").wait_for()
         page.set_input_files("#graph", ROOT / "examples" / "graph.json")
-        page.get_by_label("coop-offline").uncheck()
-        page.get_by_label("coop", exact=True).uncheck()
-        page.get_by_role("button", name="Plan").press("Enter")
-        page.get_by_text("Choose at least one method.").wait_for()
-        page.get_by_label("coop", exact=True).check()
-        page.get_by_role("button", name="Plan").press("Enter")
-        page.locator(".map canvas[tabindex]").wait_for(timeout=300_000)
-        drawn = page.evaluate("document.querySelector('.map canvas').map.data")
-        made = plan(EXAMPLE, "60%", method="coop")
-        known = drawing(EXAMPLE, made)["map"]
-        assert {k: v for k, v in drawn.items() if not k.endswith("_us")} == {
-            k: v for k, v in known.items() if not k.endswith("_us")
-        }
-        assert drawn["begin_us"] == pytest.approx(known["begin_us"], abs=0.01)
-        page.locator("#budget").focus()
-        page.keyboard.press("ArrowLeft")
-        assert page.locator("output").inner_text() == "50 %"
-        page.keyboard.press("End")
-        page.keyboard.press("Home")  # 30 %, which coop may not meet
-        assert f"{at}/plan" in page.locator("pre").first.inner_text()
+        page.get_by_text("53 ops, 72 tensors").wait_for()
+        visit.choose("coop", "coop-offline", budgets="60%, 60MiB", time_limit="100")
+        visit.plan()
+        visit.status("4 of 4 plans")
+        page.locator(".map canvas[tabindex]").first.wait_for()
+        for button in page.get_by_role("button", name="map of", pressed=True).all():
+            button.press("Enter")  # whichever came first
+        for budget in ("60%", "60MiB"):
+            page.get_by_role("button", name=f"map of coop within {budget}").press("Enter")
+        for place, budget in enumerate(("60%", "60MiB")):
+            known = drawing(EXAMPLE, plan(EXAMPLE, budget, method="coop"))["map"]
+            same_map(page, place, known)
+        page.get_by_label("differences only").check()
+        assert f"{visit.at}/plan" in page.locator("pre").first.inner_text()
+        assert (
+            'graph, "60%", method="coop", time_limit=100' in page.locator("pre").last.inner_text()
+        )
         assert serious(page) == []
         assert page.evaluate("document.documentElement.scrollWidth") <= 380
         with page.expect_download() as saved:
-            page.keyboard.press("End")
-            page.get_by_role("button", name="Download coop").press("Enter")
+            page.get_by_role("button", name="download of coop within 60%").press("Enter")
         assert json.loads(saved.value.path().read_text())["method"] == "coop"
-        page.reload()  # the address has the graph and the methods; its plans are stored
-        page.locator(".map canvas[tabindex]").wait_for(timeout=300_000)
-        assert not page.get_by_label("coop-offline").is_checked()
-        assert wrong == []
-        damaged = json.loads(document) | {"schema": "coop-plan/graph/9"}
-        file = {"name": "bad.json", "mimeType": "application/json"}
-        page.set_input_files("#graph", file | {"buffer": json.dumps(damaged).encode()})
-        page.get_by_role("button", name="Plan").press("Enter")
-        page.locator(".status.wrong").wait_for()
-        assert sum("422" in line for line in wrong) == 2  # the upload and one request
-        wrong.clear()
-    context.close()
-    assert all(url.startswith((at, "blob:", "data:")) for url in asked)
-    assert wrong == []  # budgets below the smallest are not asked for: a 409 would be told here
+        assert len(visit.sent("PUT", "/graphs/")) == 1
+        bodies = [r.post_data for r in visit.requests if r.url.endswith("/plan")]
+        assert bodies
+        assert max(map(len, bodies)) < 300  # the graph by its digest
+        page.reload()
+        visit.status("4 of 4 plans")
+        assert page.locator("fieldset input:checked").count() == 2
+        assert page.get_by_label("Budgets").input_value() == "60%, 60MiB"
+        assert page.locator("#time_limit").input_value() == "100"
+        page.locator(".map canvas[tabindex]").nth(1).wait_for()
+        assert page.locator("h2").all_inner_texts()[:2] == ["coop within 60%", "coop within 60MiB"]
+        assert visit.wrong == []
+        assert all(r.url.startswith((visit.at, "blob:", "data:")) for r in visit.requests)
+
+
+def test_a_sample_begins_and_plans_appear_as_they_come(browser, service):
+    with Visit(browser, service) as visit:
+        page = visit.page
+        assert "not the graph itself" in page.get_by_label("request").inner_text()
+        assert page.get_by_role("button", name="Plan", exact=True).is_disabled()
+        visit.open_sample()
+        visit.choose("coop", "auto", budgets="50%", time_limit="200")
+        visit.plan()
+        visit.status("1 of 2 plans")  # the other one still runs
+        page.locator(".map canvas[tabindex]").wait_for()
+        page.get_by_text(re.compile(r"\d+ s left")).wait_for()
+        stop = page.get_by_role("button", name="Cancel", exact=True)
+        assert serious(page) == []
+        stop.press("Enter")
+        visit.status("1 of 2 plans, 1 cancelled")
+        playwright.expect(stop).to_be_disabled()
+        [job] = set(visit.sent("DELETE", "/jobs/"))
+        assert service.get(job).json()["state"] == "cancelled"
+        assert visit.wrong == []
+
+
+def test_a_bad_graph_is_one_error_at_its_field(browser, service):
+    damaged = json.loads((ROOT / "examples" / "graph.json").read_bytes())
+    damaged["ops"][3]["inputs"] = [999]
+    bad = {"name": "bad.json", "mimeType": "application/json"}
+    with Visit(browser, service) as visit:
+        visit.page.set_input_files("#graph", bad | {"buffer": json.dumps(damaged).encode()})
+        error = visit.error_of("graph")
+        assert "bad.json" in error
+        assert "/ops/3/inputs/0" in error
+        assert visit.page.get_by_role("button", name="Plan", exact=True).is_disabled()
+        assert len([line for line in visit.wrong if "422" in line]) == len(visit.wrong) == 1
+        visit.page.set_input_files("#graph", bad | {"buffer": b"no json"})
+        visit.page.locator("#graph-error", has_text="JSON").wait_for()
+        visit.open_sample()
+        assert visit.page.locator("#graph-error").inner_text() == ""
+        assert visit.sent("POST", "/plan") == []
+
+
+@pytest.mark.parametrize(
+    ("field", "options", "error", "requests"),
+    [
+        ("methods", {}, "choose at least one method", 0),
+        ("budgets", {"budgets": " , "}, "at least one budget", 0),
+        ("budgets", {"budgets": "60%, a lot"}, '"a lot" is not a budget', 0),
+        ("budgets", {"budgets": "5 parsecs"}, "'5 parsecs' is not a budget", 1),
+        ("time_limit", {"time_limit": "-1"}, "number of seconds", 0),
+        ("time_limit", {"time_limit": "301"}, "the time limit on this server is 300 s", 1),
+        ("host_budget", {"host_budget": "lots"}, "'lots' is not a size", 1),
+    ],
+)
+def test_an_error_is_at_the_field_that_it_is_of(browser, service, field, options, error, requests):
+    with Visit(browser, service) as visit:
+        visit.open_sample()
+        methods = () if field == "methods" else ("coop",)
+        visit.choose(*methods, **{"budgets": "90%"} | options)
+        visit.plan()
+        assert error in visit.error_of(field)
+        assert len(visit.sent("POST", "/plan")) == requests
+        others = {"graph", "token", "budgets", "time_limit", "host_budget", "methods"} - {field}
+        assert {visit.page.locator(f"#{other}-error").inner_text() for other in others} == {""}
+        assert serious(visit.page) == []
+        visit.choose("keep-all", budgets="100%", time_limit="", host_budget="")
+        visit.plan()
+        visit.status("1 of 1 plans")
+        assert visit.page.locator(f"#{field}-error").inner_text() == ""
+
+
+def test_a_missing_and_an_unknown_token_read_differently(browser, tmp_path):
+    tokens = tmp_path / "tokens.json"
+    made = CliRunner().invoke(
+        cli, ["token", "page", "--tokens", str(tokens), "--scope", "plan", "--scope", "read"]
+    )
+    options = ("--tokens", str(tokens), "--store", str(tmp_path / "plans.db"), "--solvers", "1")
+    with serving(tmp_path, *options) as server, Visit(browser, server) as visit:
+        assert "needs a token" in visit.error_of("token")
+        token = visit.page.get_by_label("Token")
+        visit.page.get_by_role("button", name="Sample graph").click()
+        token.fill("coop_wrong")
+        token.press("Tab")
+        visit.page.locator("#token-error", has_text="does not know this token").wait_for()
+        token.fill(made.output.split()[-1])
+        token.press("Tab")
+        visit.status("61 ops")  # the sample that was refused is uploaded now
+        assert visit.page.locator("#token-error").inner_text() == ""
+        assert visit.page.locator(".wrong:not(:empty)").count() == 0
+
+
+def test_a_page_without_sha_256_asks_the_service_for_the_digest(browser, service):
+    with Visit(browser, service) as visit:
+        visit.page.add_init_script("Object.defineProperty(crypto, 'subtle', { value: undefined })")
+        visit.page.reload()
+        visit.open_sample()
+        assert len(visit.sent("PUT", "/graphs/")) == 2
+        assert "graph=sha256" in visit.page.url
+
+
+def test_a_disabled_button_looks_disabled(browser, service):
+    with Visit(browser, service) as visit:
+        look = "(b) => [getComputedStyle(b).opacity, getComputedStyle(b).cursor]"
+        button = visit.page.get_by_role("button", name="Plan", exact=True)
+        disabled = button.evaluate(look)
+        visit.open_sample()
+        assert disabled == ["0.6", "not-allowed"]
+        assert button.evaluate(look) == ["1", "pointer"]

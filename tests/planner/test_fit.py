@@ -3,7 +3,7 @@
 import pytest
 
 from coop_plan.planner import plan
-from coop_plan.planner.fit import ONE_FORWARD, fit, scaled
+from coop_plan.planner.fit import ONE_FORWARD, Budgeting, fit, largest_batches, scaled
 from coop_plan.schemas import InvalidInputError, parse_graph
 
 LAYERS = 6
@@ -60,32 +60,38 @@ def test_the_largest_batch_is_the_largest_and_has_a_plan(bend):
         asked.append(batch)
         return chain(batch, bend)
 
-    found = fit(graph_at, 4, memory, {"none": 0.0})
+    budget = Budgeting(memory)
+    found = fit(chain(4, bend), budget)
     assert found.planned is not None
     assert found.kept.overhead == 0
     assert found.least.peak_bytes <= found.kept.peak_bytes
-    assert set(found.largest) == {"none", ONE_FORWARD}
-    for largest in found.largest.values():
+    largest_of = largest_batches(graph_at, 4, budget, {"none": 0.0})
+    assert set(largest_of) == {"none", ONE_FORWARD}
+    for largest in largest_of.values():
         assert largest.plan.peak_bytes <= memory
         assert largest.plan.overhead <= largest.limit
         assert largest.plan.graph == plan(chain(largest.batch, bend), "100%").graph
-    assert 0 < found.largest["none"].batch < found.largest[ONE_FORWARD].batch
+    assert 0 < largest_of["none"].batch < largest_of[ONE_FORWARD].batch
     assert len(asked) == len(set(asked)) <= 8
     if bend(12) == 12:
-        for largest in found.largest.values():
+        for largest in largest_of.values():
             assert not holds(largest.batch + 1, memory, largest.limit, graph_at)
 
 
 def test_a_link_makes_room_for_a_larger_batch():
     memory = 512 * 50
-    alone, linked = (fit(chain, 4, memory, {"none": 0.0}, link=link) for link in (0, 10**12))
-    assert linked.largest["none"].batch > alone.largest["none"].batch
-    assert linked.largest["none"].plan.swapped_bytes > 0 == alone.largest["none"].plan.swapped_bytes
-    assert linked.largest["none"].plan.peak_bytes <= memory
+    alone, linked = (
+        largest_batches(chain, 4, Budgeting(memory, link=link), {"none": 0.0})["none"]
+        for link in (0, 10**12)
+    )
+    assert linked.batch > alone.batch
+    assert linked.plan.swapped_bytes > 0 == alone.plan.swapped_bytes
+    assert linked.plan.peak_bytes <= memory
 
 
 def test_where_nothing_fits_there_is_no_batch():
-    found = fit(chain, 4, 600, {})
-    assert found.planned is None
-    assert found.largest[ONE_FORWARD].batch == 0
-    assert found.largest[ONE_FORWARD].plan is None
+    assert fit(chain(4), Budgeting(600)).planned is None
+    assert fit(chain(4), Budgeting(-1)).planned is None
+    found = largest_batches(chain, 4, Budgeting(600), {})
+    assert found[ONE_FORWARD].batch == 0
+    assert found[ONE_FORWARD].plan is None

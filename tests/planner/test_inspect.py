@@ -99,7 +99,9 @@ def test_peak_moment_and_parts_are_equal_in_plan_map_and_explanation(name, link)
     assert (found.peak_bytes, found.peak_moment) == (made.peak_bytes, moment)
     shown = (sum(found.residents.values()), found.arena_bytes, found.outside_bytes)
     assert shown == parts
-    drawn = drawing(graph, made)["map"]
+    page = drawing(graph, made)
+    assert page["figures"]["peak_bytes"] == made.peak_bytes  # also the report's, of `compare`
+    drawn = page["map"]
     fixed = sum(size for _, size in drawn["resident"])
     assert drawn["peak"] == moment
     assert (fixed, drawn["arena"], drawn["outside"][moment]) == parts

@@ -14,6 +14,7 @@ from coop_plan.runtime.capture import profiler
 from coop_plan.runtime.offline_capture import calibrate, fake_device
 from coop_plan.runtime.offline_capture.devices import DeviceSpec, built_in, device
 from coop_plan.runtime.offline_capture.fake_device import CaptureRequest, capture_for
+from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
 from coop_plan.runtime.offline_capture.roofline import Roofline
 from coop_plan.runtime.offline_capture.target import capture, capture_target
 from coop_plan.runtime.torch_internals.fakes import FakeTensorMode
@@ -85,6 +86,26 @@ def asks():
     if torch.cuda.get_device_properties(0).total_memory < 20 << 30:
         raise ValueError("too small")
     return (lambda x: model(x).sum()), (torch.ones(2, 4),)
+
+def calls():
+    cuda = torch.cuda
+    cuda.set_device(0)
+    cuda.empty_cache()
+    cuda.reset_peak_memory_stats()
+    cuda.manual_seed_all(1)
+    free, total = cuda.mem_get_info()
+    assert free <= total == cuda.get_device_properties(0).total_memory
+    assert cuda.get_device_capability() >= (8, 0)
+    model = nn.Linear(4, 4).cuda()
+    cuda.synchronize()
+    assert cuda.max_memory_allocated() == cuda.memory_reserved() == 0
+    return (lambda x: model(x).sum()), (torch.ones(2, 4, device="cuda:0"),)
+
+def trainer_arguments():
+    from transformers import TrainingArguments
+    given = TrainingArguments("out", bf16=True, report_to=[])
+    model = nn.Linear(4, 4).to(given.device)
+    return (lambda x: model(x).sum()), (torch.ones(2, 4).to(given.device),)
 
 def lacks():
     model = nn.Linear(8, 5)
@@ -166,7 +187,7 @@ def test_for_a_device_as_on_the_cpu(user_module):
 @cpu_build
 def test_nothing_is_allocated(user_module):
     """Three layers of 64 GiB, of which parameters, gradients and AdamW's two buffers are there."""
-    asked = CaptureRequest(target=f"{user_module}:huge", spec=device("h200"), optimizer="adamw")
+    asked = CaptureRequest(target=f"{user_module}:huge", spec=device("h200"), optimizer=ADAMW)
     graph = capture_for(asked)
     layer = 4 << 34
     kinds = Counter()
@@ -195,6 +216,8 @@ def test_the_device_is_the_default_only_for_steps_that_leave_it_open(user_module
         ("recurs", "aten._thnn_fused_gru_cell.default", 3),
         ("casts", "aten._to_copy.default", 3),
         ("asks", "aten.addmm.default", 1),
+        ("calls", "aten.addmm.default", 1),
+        ("trainer_arguments", "aten.addmm.default", 1),
     ],
 )
 def test_what_pytorch_does_on_cuda_alone(user_module, function, op, count):
@@ -314,6 +337,8 @@ def test_built_in_devices_name_their_sources():
     assert all(spec.source for spec in built_in().values())
 
 
+ADAMW = OptimizerSpec(name="adamw")
+
 CPU = DeviceSpec(
     name="one", kind="cpu", memory_bytes=2**30, flops={"float32": 1e9}, bytes_per_s=1e9, launch_us=1
 )
@@ -363,7 +388,14 @@ def test_what_is_broadcast_is_read_once():
 
 @pytest.mark.parametrize(
     ("optimizer", "masters", "each"),
-    [("sgd", False, 0), ("momentum", False, 2), ("adamw", True, 12), ("sgd", True, 4)],
+    [
+        ("sgd", False, 0),
+        ("momentum", False, 2),
+        ("adamw", True, 12),
+        ("sgd", True, 4),
+        ("lion", False, 2),
+        ("adamw8bit", False, 8),
+    ],
 )
 def test_an_optimizers_state(optimizer, masters, each):
     class Model(torch.nn.Module):
@@ -377,7 +409,8 @@ def test_an_optimizers_state(optimizer, masters, each):
 
     with FakeTensorMode():
         model, x = Model(), torch.ones(8)
-    graph = capture(model, [x], model=Roofline(CPU), optimizer=optimizer, masters=masters)
+    spec = OptimizerSpec(name=optimizer, masters=masters)
+    graph = capture(model, [x], model=Roofline(CPU), optimizer=spec)
     assert graph.tensors[-1].bytes == 8 * each
 
 

@@ -1,5 +1,6 @@
 """A report as a table, in a notebook and in TensorBoard."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,13 @@ def test_it_prints_planned_beside_measured(report, capsys):
     report.show()
     peak = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("peak"))
     assert peak.split() == ["peak", "55.22", "MiB", "1.00", "MiB"]
+
+
+def test_its_title_is_one_line(report, capsys):
+    dataclasses.replace(report, name="step of a model with a long name " + "n" * 60).show()
+    title = capsys.readouterr().out.splitlines()[0]
+    assert title.startswith("step of a model")
+    assert title.endswith("(feasible), 0 steps run")
 
 
 def test_a_notebook_gets_the_table_and_the_map_in_a_frame(report):

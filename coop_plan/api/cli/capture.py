@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 TARGET = click.argument("target", metavar="PACKAGE.MODULE:FUNCTION")
 OPTIMIZER = click.option(
     "--optimizer",
-    type=click.Choice(["sgd", "momentum", "adamw"]),
+    type=click.Choice(["sgd", "momentum", "adamw", "adamw8bit", "adafactor", "lion", "muon"]),
     help="Add the state of this optimizer to the resident tensors.",
 )
 MASTERS = click.option(
@@ -97,13 +97,14 @@ def captured(
         with contextlib.nullcontext() if progress is None else progress_to(progress):
             return capture(target, **options)
     except ModuleNotFoundError as error:
-        _fail_without_torch("capture", error)
+        fail_without_torch("capture", error)
 
 
-def _fail_without_torch(command: str, error: ModuleNotFoundError) -> NoReturn:
-    if error.name != "torch":
+def fail_without_torch(command: str, error: ModuleNotFoundError | None = None) -> NoReturn:
+    """End the command, which needs PyTorch; an error of another module is raised."""
+    if error is not None and error.name != "torch":
         raise error
-    fail(f"{command} needs PyTorch: pip install 'coop-plan[torch]'", EXIT_ERROR)
+    fail(f"{command} needs PyTorch: pip install '.[torch]' in a clone of coop-plan", EXIT_ERROR)
 
 
 @click.command(short_help="Measure this machine's device into a device file.")
@@ -141,7 +142,7 @@ def calibrate(output: str, device: str) -> None:
     except RuntimeRefusalError as error:
         fail(error, EXIT_ERROR)
     except ModuleNotFoundError as error:
-        _fail_without_torch("calibrate", error)
+        fail_without_torch("calibrate", error)
     if output == "-":
         click.echo(found)
     else:

@@ -23,6 +23,7 @@ FIGURES = (
     "budget_bytes",
     "peak_bytes",
     "arena_bytes",
+    "base_cost_us",
     "overhead",
     "fragmentation",
     "recomputed_ops",
@@ -61,6 +62,12 @@ MAPS_BYTES = 5 << 19
     metavar="REPORT",
     help="Write a report: a .html, .json or .csv file; may be repeated.",
 )
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Continue an interrupted comparison: plans that the first .html or .json report has are"
+    " not made again.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compare(
     graph: str,
@@ -68,6 +75,7 @@ def compare(
     methods: str,
     time_limit: float | None,
     output: tuple[str, ...],
+    resume: bool,
     as_json: bool,
 ) -> None:
     """Plan GRAPH with each method within each budget, in parallel processes.
@@ -80,6 +88,7 @@ def compare(
     from coop_plan.planner import Progress
     from coop_plan.planner.inspect.compare import compare as cells_of
     from coop_plan.planner.options import PlanOptions
+    from coop_plan.schemas import fingerprint
 
     for target in output:
         if Path(target).suffix not in (".html", ".json", ".csv"):
@@ -91,12 +100,15 @@ def compare(
         for method in _listed(methods)
     ]
     document = read_graph(graph)
+    structure = fingerprint(document)
     order = {(str(o.budget_), o.method): place for place, o in enumerate(questions)}
-    done: list[Cell] = []
+    done: list[Cell] = _known(output, structure, time_limit, order) if resume else []
+    known = {(cell.asked, cell.method) for cell in done}
+    left = [each for each in questions if (str(each.budget_), each.method) not in known]
     interrupted = False
-    cells = cells_of(document, questions, os.cpu_count() or 1)
+    cells = cells_of(document, left, os.cpu_count() or 1)
     try:
-        with show_progress(message=f"{len(questions)} plans") as progress:
+        with show_progress(message=f"{len(left)} plans") as progress:
             for cell in cells:
                 done.append(cell)
                 message = f"{len(done)} of {len(questions)} plans"
@@ -106,10 +118,11 @@ def compare(
     finally:
         cells.close()
     done.sort(key=lambda cell: order[cell.asked, cell.method])
+    rows = [_row(cell, structure, time_limit) for cell in done]
     for target in output:
-        write_whole(target, _report(target, document, done))
+        write_whole(target, _report(target, document, done, rows))
     if as_json:
-        click.echo(json.dumps([_row(cell) for cell in done]))
+        click.echo(json.dumps(rows))
     else:
         _print(done)
     if interrupted:
@@ -132,7 +145,52 @@ def _listed(text: str) -> list[str]:
     return found
 
 
-def _row(cell: "Cell") -> dict[str, Any]:
+def _known(
+    output: Sequence[str],
+    structure: str,
+    time_limit: float | None,
+    wanted: Mapping[tuple[str, str], int],
+) -> list["Cell"]:
+    """The answers of an interrupted comparison that its first .html or .json report has.
+
+    Cells that failed, or that had another time limit, are left out.
+    """
+    from coop_plan.schemas.errors import InvalidInputError
+
+    reports = [target for target in output if Path(target).suffix in (".html", ".json")]
+    if not reports:
+        raise click.UsageError("--resume needs the .html or .json report as -o")
+    report = next((target for target in reports if Path(target).exists()), None)
+    if report is None:
+        return []
+    text = Path(report).read_text(errors="replace")
+    try:
+        if report.endswith(".html"):
+            text = text.split('id="data">', 1)[1].split("</script>", 1)[0]
+        rows = json.loads(text)
+        rows = rows["cells"] if isinstance(rows, dict) else rows
+        others = [row for row in rows if row["graph"] != structure]
+        cells = [_cell(row) for row in rows if row["time_limit"] == time_limit]
+    except (ValueError, TypeError, KeyError, IndexError):
+        message = "this is no report of coop-plan compare: leave --resume out to replace it"
+        raise InvalidInputError(message, source=report) from None
+    if others:
+        message = "the report is of another graph: leave --resume out, or name another report"
+        raise InvalidInputError(message, source=report)
+    answers = ("planned", "infeasible")
+    return [c for c in cells if (c.asked, c.method) in wanted and c.state in answers]
+
+
+def _cell(row: Mapping[str, Any]) -> "Cell":
+    """The cell of a report's row; the figures of a .json report are in the row itself."""
+    from coop_plan.planner.inspect.compare import Cell
+
+    figures = row.get("figures", row) if row["state"] == "planned" else None
+    asked, method, state = row["asked"], row["method"], row["state"]
+    return Cell(asked, method, state, figures, row["least_bytes"], row.get("map", ""), row["why"])
+
+
+def _row(cell: "Cell", structure: str, time_limit: float | None) -> dict[str, Any]:
     figures = cell.figures or {}
     return {
         "asked": cell.asked,
@@ -143,11 +201,14 @@ def _row(cell: "Cell") -> dict[str, Any]:
         "bound": cell.bound,
         "least_bytes": cell.least_bytes,
         "why": cell.why,
+        "graph": structure,
+        "time_limit": time_limit,
     }
 
 
-def _report(target: str, graph: "Graph", cells: "Sequence[Cell]") -> str:
-    rows = [_row(cell) for cell in cells]
+def _report(
+    target: str, graph: "Graph", cells: "Sequence[Cell]", rows: Sequence[Mapping[str, Any]]
+) -> str:
     if target.endswith(".json"):
         return json.dumps(rows, indent=1) + "\n"
     if target.endswith(".csv"):
@@ -169,7 +230,7 @@ def _report(target: str, graph: "Graph", cells: "Sequence[Cell]") -> str:
     data = {
         "name": graph.name,
         "cells": [
-            row | {"figures": cell.figures, "map": drawn}
+            {**row, "figures": cell.figures, "map": drawn}
             for row, cell, drawn in zip(rows, cells, maps, strict=True)
         ],
         "once": graph_columns(graph),

@@ -12,6 +12,8 @@ from coop_plan.api.cli.progress import show_progress
 
 if TYPE_CHECKING:
     from coop_plan.planner.inspect.explain import Blocker, Explanation, PeakTensor
+    from coop_plan.planner.options import PlanOptions
+    from coop_plan.schemas import Plan
 
 
 @click.command(short_help="Explain the peak, the smallest budget and the price of memory.")
@@ -28,6 +30,8 @@ def explain(graph: str, plan: str | None, budget: str | None, as_json: bool) -> 
     bytes that each frees; and the overhead for each GiB less. Exit code 3 if --budget cannot be
     met.
     """
+    from msgspec.structs import replace
+
     from coop_plan.planner.core.errors import InfeasibleBudgetError
     from coop_plan.planner.inspect.explain import explain as explain_plan
     from coop_plan.planner.inspect.explain import price_list
@@ -38,13 +42,15 @@ def explain(graph: str, plan: str | None, budget: str | None, as_json: bool) -> 
         raise click.UsageError("PLAN has a budget of its own: give PLAN or --budget, not both")
     options = PlanOptions.of({"budget": budget or "min"})
     document = read_graph(graph)
+    given = None if plan is None else read_valid_plan(document, plan)
+    if given is not None:
+        options = _as_planned(given)
     refused: InfeasibleBudgetError | None = None
     with show_progress() as progress:
-        everything = make_plan(document, "min", method="keep-all", progress=progress)
-        made = everything
-        if plan is not None:
-            made = read_valid_plan(document, plan)
-        elif budget is not None:
+        keep_all = replace(options, budget_="min", method="keep-all")
+        everything = make_plan(document, keep_all, progress=progress)
+        made = given or everything
+        if budget is not None:
             try:
                 made = make_plan(document, options, progress=progress)
             except InfeasibleBudgetError as error:
@@ -57,6 +63,22 @@ def explain(graph: str, plan: str | None, budget: str | None, as_json: bool) -> 
         _print(found)
     if refused is not None:
         fail(refused, EXIT_INFEASIBLE)
+
+
+def _as_planned(plan: "Plan") -> "PlanOptions":
+    """The options that a plan's figures depend on, so that prices are those of the same request."""
+    from coop_plan.planner.options import PlanOptions
+
+    link = plan.link_bytes_per_s
+    return PlanOptions.of(
+        {
+            "budget": "min",
+            "outputs": plan.outputs,
+            "alignment": plan.alignment,
+            "host_budget": plan.host_budget_bytes,
+            "link": None if link is None else int(link),
+        }
+    )
 
 
 MAX_LINE = 200

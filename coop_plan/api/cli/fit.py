@@ -1,24 +1,18 @@
 """`coop-plan fit`: memory and batch sizes of a training step on other devices."""
 
 import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
 
 import click
 
-from coop_plan.api.cli.capture import MASTERS, OPTIMIZER, TARGET, captured
+from coop_plan.api.cli.capture import MASTERS, OPTIMIZER, TARGET, fail_without_torch
 from coop_plan.api.cli.exit_codes import EXIT_ERROR, EXIT_INVALID, fail
 from coop_plan.api.cli.progress import show_progress
 
-if TYPE_CHECKING:
-    from coop_plan.planner import Progress
-    from coop_plan.planner.fit import Fit, Largest
-    from coop_plan.schemas import Graph, Plan
-
-CONTEXT_BYTES = 512 << 20
-"""Approximate memory of a CUDA context, which the step cannot use."""
-
-LIMITS = {"5%": 0.05, "10%": 0.10}
+PARTS = ("weights", "gradients", "states", "activations", "update", "other")
+COLUMNS = (*PARTS, "context", "as it is", "smallest", "card", "overhead", "samples/s")
 
 
 @click.command(short_help="Estimate whether a training step fits on other devices.")
@@ -37,72 +31,71 @@ LIMITS = {"5%": 0.05, "10%": 0.10}
     show_default=True,
     help="Batch size: call FUNCTION(batch=N).",
 )
+@click.option("--batches", is_flag=True, help="Also search the largest batches; this takes longer.")
 @OPTIMIZER
 @MASTERS
+@click.option(
+    "--update",
+    type=click.Choice(["foreach", "fused", "plain", "backward"]),
+    help="How the optimizer runs. backward: for each parameter as soon as its gradient exists."
+    "  [default: as PyTorch: foreach on CUDA, plain on the CPU]",
+)
+@click.option(
+    "--margin",
+    type=click.FloatRange(0, 100),
+    default=10.0,
+    show_default=True,
+    metavar="PERCENT",
+    help="Memory that PyTorch's allocator reserves beyond what is allocated.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def fit(
-    target: str, devices: str, batch: int, optimizer: str | None, masters: bool, as_json: bool
+    target: str,
+    devices: str,
+    batch: int,
+    batches: bool,
+    optimizer: str | None,
+    masters: bool,
+    update: str | None,
+    margin: float,
+    as_json: bool,
 ) -> None:
     """Estimate whether a training step fits on devices that this machine does not have.
 
-    FUNCTION takes batch=N and returns (callable, example arguments). For each device are printed:
-    the memory without recomputation, the smallest budget, the overhead within the device's memory,
-    and the largest batch at 5 %, 10 % and one forward of overhead. Each figure is of a verified
-    plan.
+    FUNCTION takes batch=N and returns (callable, example arguments). For each device are printed
+    the memory of eager PyTorch at its peak, the smallest memory with recomputation, and the
+    overhead within the device's memory. --batches adds the largest batch at 5 %, 10 % and one
+    forward of overhead. Each plan is verified.
     """
-    with show_progress(message="capturing") as progress:
-        asked = [
-            _row(target, device, batch, optimizer, masters, progress)
-            for device in devices.split(",")
-        ]
-    rows = [row for row, _ in asked]
+    if find_spec("torch") is None:
+        fail_without_torch("fit")
+    from coop_plan import fit as figures
+    from coop_plan.planner.progress import progress_to
+
+    names = devices.split(",")
+    width = max(6, *map(len, names))
+    rows: list[dict[str, Any]] = []
+    with show_progress(message="capturing") as progress, progress_to(progress):
+        for row in figures(
+            target,
+            names,
+            batch,
+            optimizer=optimizer,
+            masters=masters,
+            update=update,
+            margin=margin / 100,
+            batches=batches,
+        ):
+            if not as_json:
+                _print(row, width, first=not any(earlier["eager"] for earlier in rows))
+            rows.append(row)
     if as_json:
         click.echo(json.dumps(rows))
-    else:
-        _print([row for row in rows if row["keep_all"] is not None])
-    if faults := [(row, code) for row, code in asked if row["error"] is not None]:
-        fail(_message([row for row, _ in faults]), faults[0][1])
-
-
-def _row(
-    target: str,
-    device: str,
-    batch: int,
-    optimizer: str | None,
-    masters: bool,
-    progress: "Callable[[Progress], None]",
-) -> tuple[dict[str, Any], int]:
-    """Figures of one device, and the exit code; `error` is the reason for missing figures."""
-    from coop_plan import RuntimeRefusalError
-    from coop_plan.planner import Progress
-    from coop_plan.planner.fit import fit as figures_of
-    from coop_plan.schemas import InvalidInputError
-
-    def graph_at(number: int) -> "Graph":
-        if number == batch:
-            return graph
-        progress(Progress(f"{device}: capturing at batch {number}"))
-        try:
-            return captured(target, progress, **options, batch=number)
-        except (InvalidInputError, RuntimeRefusalError) as error:
-            raise InvalidInputError(f"at batch {number}, {error}") from None
-        finally:
-            progress(Progress(f"{device}: planning with batch {number}"))
-
-    options: dict[str, Any] = {"device": device, "optimizer": optimizer, "masters": masters}
-    row: dict[str, Any] = {"device": device, "batch": batch}
-    progress(Progress(f"{device}: capturing at batch {batch}"))
-    try:
-        graph = captured(target, progress, **options, batch=batch)
-    except (InvalidInputError, RuntimeRefusalError) as error:
-        figures = dict.fromkeys(("memory_bytes", "keep_all", "smallest", "within"))
-        code = EXIT_INVALID if isinstance(error, InvalidInputError) else EXIT_ERROR
-        return row | figures | {"largest": {}, "error": str(error)}, code
-    there = graph.device
-    memory = there.memory_bytes - (CONTEXT_BYTES if there.kind == "cuda" else 0)
-    progress(Progress(f"{device}: planning at batch {batch}"))
-    found = figures_of(graph_at, batch, memory, LIMITS)
-    return row | _figures(found) | {"error": found.unknown or None}, EXIT_ERROR
+    elif len(fitting := [row for row in rows if row["within"] is not None]) > 1:
+        least = min(fitting, key=lambda row: int(row["memory_bytes"]))
+        click.echo(f"smallest of these that holds the step: {least['device']}")
+    if faults := [row for row in rows if row["error"] is not None]:
+        fail(_message(faults), EXIT_INVALID if faults[0]["invalid"] else EXIT_ERROR)
 
 
 def _message(faults: list[dict[str, Any]]) -> str:
@@ -113,70 +106,54 @@ def _message(faults: list[dict[str, Any]]) -> str:
     return "; ".join(f"{', '.join(names)}: {error}" for error, names in devices.items())
 
 
-def _figures(found: "Fit") -> dict[str, Any]:
-    def of(made: "Plan | None") -> dict[str, Any] | None:
-        if made is None:
-            return None
-        return {"peak_bytes": made.peak_bytes, "overhead": made.overhead, "cost_us": made.cost_us}
-
-    def batch_of(largest: "Largest") -> dict[str, Any]:
-        return {"limit": largest.limit, "batch": largest.batch, "plan": of(largest.plan)}
-
-    return {
-        "memory_bytes": found.memory_bytes,
-        "keep_all": of(found.kept),
-        "smallest": of(found.least),
-        "within": of(found.planned),
-        "largest": {name: batch_of(largest) for name, largest in found.largest.items()},
-    }
-
-
-def _print(rows: list[dict[str, Any]]) -> None:
-    from coop_plan.planner.fit import ONE_FORWARD
-    from coop_plan.schemas import format_bytes
-
-    if not rows:
+def _print(row: dict[str, Any], width: int, first: bool) -> None:
+    """Print a row as soon as it is known, the first one with what the table is of."""
+    eager, within = row["eager"], row["within"]
+    if eager is None:
         return
-    names = [*LIMITS, ONE_FORWARD]
-    heads = ["device", "memory", "nothing recomputed", "smallest", "overhead"]
-    lines = [[*heads, *(f"batch, {name}" for name in names)]]
-    for row in rows:
-        within = row["within"]
-        lines.append(
-            [
-                row["device"],
-                format_bytes(row["memory_bytes"]),
-                format_bytes(row["keep_all"]["peak_bytes"]),
-                format_bytes(row["smallest"]["peak_bytes"]),
-                "does not fit" if within is None else f"{within['overhead']:.2%}",
-                *(_batch(row["largest"].get(name)) for name in names),
-            ]
+    unit, scale = ("GiB", 1 << 30) if eager["peak_bytes"] >= 1 << 30 else ("MiB", 1 << 20)
+    if first:
+        optimizer = row["optimizer"] or "no optimizer"
+        masters = " with float32 masters" if row["masters"] else ""
+        update = f" ({row['update']})" if row["update"] else ""
+        click.echo(
+            f"batch {row['batch']}, {row['dtype']}, {optimizer}{masters}{update}; {unit} of eager"
+            " PyTorch at its peak:"
         )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    for line in lines:
-        click.echo("  ".join(map(str.ljust, line, widths)).rstrip())
-    for row in rows:
-        click.echo(f"{row['device']}: {_advice(row)}")
+        click.echo(_line("device", width, COLUMNS))
+    sizes = [eager[part] for part in PARTS]
+    sizes += [row["context_bytes"], eager["peak_bytes"], row["smallest"]["peak_bytes"]]
+    cells = [f"{size / scale:.2f}" for size in (*sizes, row["memory_bytes"])]
+    cells += (
+        ["no fit", "-"]
+        if within is None
+        else [f"{within['overhead']:.2%}", f"{within['samples_per_s']:.4g}"]
+    )
+    click.echo(_line(row["device"], width, cells))
+    click.echo(f"  {_advice(row)}")
+    if found := row["largest"]:
+        texts = [
+            f"{largest['batch'] or 'none'} within {name}"
+            + ("" if name.endswith("%") else f" ({largest['limit']:.0%})")
+            for name, largest in found.items()
+        ]
+        click.echo(f"  largest batch: {', '.join(texts)} of overhead")
 
 
-def _batch(largest: dict[str, Any] | None) -> str:
-    return "unknown" if largest is None else str(largest["batch"] or "none")
+def _line(name: str, width: int, cells: Sequence[str]) -> str:
+    columns = (f"{cell:>{max(9, len(head))}}" for cell, head in zip(cells, COLUMNS, strict=True))
+    return "  ".join((f"{name:{width}}", *columns))
 
 
 def _advice(row: dict[str, Any]) -> str:
     from coop_plan.schemas import format_bytes
 
     batch, within = row["batch"], row["within"]
+    available = format_bytes(row["available_bytes"])
     if within is None:
-        fitting = max((found["batch"] for found in row["largest"].values()), default=0)
         least = format_bytes(row["smallest"]["peak_bytes"])
-        if fitting:
-            return f"batch {batch} needs {least}; batch {fitting} fits"
-        return f"batch {batch} needs {least}: a larger device, or fewer bytes of parameters"
-    if row["keep_all"]["peak_bytes"] <= row["memory_bytes"]:
-        return f"batch {batch} fits as it is"
-    budget = row["memory_bytes"]
-    return (
-        f'batch {batch} fits with torch.compile(step, backend="coop",'
-        f' options={{"budget": {budget}}})'
-    )
+        return f"batch {batch} needs {least}, and there are {available} without context and margin"
+    if within["budget_bytes"] is None:
+        return f"batch {batch} fits as it is: {available} without context and margin"
+    options = json.dumps(within["options"])
+    return f'batch {batch} fits with torch.compile(step, backend="coop", options={options})'

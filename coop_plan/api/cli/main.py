@@ -35,7 +35,7 @@ from coop_plan.api.cli.export import export
 from coop_plan.api.cli.fit import fit
 from coop_plan.api.cli.floor import floor
 from coop_plan.api.cli.import_trace import import_
-from coop_plan.api.cli.input import read_graph, read_plan
+from coop_plan.api.cli.input import read_graph, read_plan, read_valid_plan
 from coop_plan.api.cli.place import place
 from coop_plan.api.cli.plan_options import option_message, parse_plan_options, plan_options
 from coop_plan.api.cli.progress import show_progress
@@ -95,6 +95,12 @@ def cli() -> None:
     show_envvar=True,
     help="Let this planning service make the plan; its token is read from COOP_PLAN_TOKEN.",
 )
+@click.option(
+    "--from",
+    "start",
+    metavar="PLAN",
+    help="Start from this plan of GRAPH. If it fits the budget, the answer costs no more.",
+)
 @click.option("-o", "--output", metavar="PLAN", help="Write the plan to this file; - is stdout.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the plan as JSON; with -o, its figures only."
@@ -104,6 +110,7 @@ def plan(
     ablate: tuple[str, ...],
     relax: bool,
     server: str | None,
+    start: str | None,
     output: str | None,
     as_json: bool,
     **values: Any,
@@ -111,13 +118,18 @@ def plan(
     """Plan GRAPH within a budget (the default command)."""
     from coop_plan.api.cli.output import check_writable, figures, print_plan, write_whole
 
+    if server and start:
+        raise click.UsageError("--from is for plans made here: leave --server out")
+    if graph == start == "-":
+        raise click.UsageError("only one of GRAPH and --from can be -")
     check_writable(output)
     options = parse_plan_options(values, ablate, relax)
     document = read_graph(graph)
+    known = None if start is None else read_valid_plan(document, start)
     from coop_plan.planner.core.errors import InfeasibleBudgetError, infeasible_fields
 
     try:
-        made = _request(server, document, options) if server else _make(document, options)
+        made = _request(server, document, options) if server else _make(document, options, known)
     except InfeasibleBudgetError as error:
         if as_json:
             click.echo(json.dumps({"error": "budget-infeasible"} | infeasible_fields(error)))
@@ -134,11 +146,11 @@ def plan(
         )
 
 
-def _make(graph: "Graph", options: "PlanOptions") -> "Plan":
+def _make(graph: "Graph", options: "PlanOptions", start: "Plan | None") -> "Plan":
     from coop_plan.planner.planning import plan as make_plan
 
     with show_progress(options.time_limit) as progress, _without_gc():
-        return make_plan(graph, options, progress=progress)
+        return make_plan(graph, options, progress=progress, start=start)
 
 
 def _request(server: str, graph: "Graph", options: "PlanOptions") -> "Plan":
@@ -147,7 +159,10 @@ def _request(server: str, graph: "Graph", options: "PlanOptions") -> "Plan":
         from coop_plan.client.client import Client
         from coop_plan.client.protocol import ServerError
     except ModuleNotFoundError as error:
-        fail(f"--server needs {error.name}: pip install 'coop-plan[client]'", EXIT_ERROR)
+        fail(
+            f"--server needs {error.name}: pip install '.[client]' in a clone of coop-plan",
+            EXIT_ERROR,
+        )
     try:
         with Client(server) as client:
             return client.plan(graph, options)
@@ -257,8 +272,8 @@ def _run(arguments: list[str] | None) -> None:
         sys.stdout.flush()
     except InvalidInputError as error:
         fail(error if error.source else option_message(error), EXIT_INVALID)
-    except click.exceptions.NoArgsIsHelpError:
-        fail("no GRAPH given (see coop-plan --help)", EXIT_INVALID)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
     except click.UsageError as error:
         fail(f"{error.format_message()} (see coop-plan --help)", EXIT_INVALID)
     except click.exceptions.Exit as stop:

@@ -1,6 +1,7 @@
 """Pictures of a placement: time to the right, addresses upwards, a rectangle a piece."""
 
 import io
+import math
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ _COLOURS = ("#5b8fd6", "#b9a227", "#e07b39", "#8a5bb5", "#c25b8e", "#9aa3ad", "#
 """By kind, as the page has them (web/palette.js)."""
 
 WIDTH, HEIGHT = 1200, 700
+TICKS = 8  # at most, on the axis of addresses
 """Of the picture, in pixels."""
 
 
@@ -38,7 +40,7 @@ def check_drawable(target: str | None) -> None:
         try:
             import matplotlib  # noqa: F401
         except ModuleNotFoundError:
-            message = f"a {kind} needs matplotlib: pip install 'coop-plan[plot]'"
+            message = f"a {kind} needs matplotlib: pip install '.[plot]' in a clone of coop-plan"
             raise OutputError(message) from None
 
 
@@ -153,7 +155,7 @@ def _picture(
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, MultipleLocator
 
     figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), dpi=100, layout="constrained")
     axes = figure.add_subplot()
@@ -173,6 +175,7 @@ def _picture(
         max((row[1] for row in rectangles), default=1),
     )
     axes.set_ylim(0, top * 1.02)
+    axes.yaxis.set_major_locator(MultipleLocator(2 ** max(0, math.ceil(math.log2(top / TICKS)))))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(int(value))))
     axes.set_xlabel(across)
     axes.set_ylabel("address")

@@ -86,7 +86,9 @@ def serve(
         from coop_plan.api.service.plan_service import ServiceSettings
         from coop_plan.api.service.tokens import TokenFile
     except ModuleNotFoundError as error:
-        fail(f"serve needs {error.name}: pip install 'coop-plan[server]'", EXIT_ERROR)
+        fail(
+            f"serve needs {error.name}: pip install '.[server]' in a clone of coop-plan", EXIT_ERROR
+        )
     if tokens is None and not is_loopback(host):
         raise click.UsageError(
             f"--host {host} is reachable from other machines: give --tokens FILE"

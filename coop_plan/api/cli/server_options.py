@@ -137,7 +137,10 @@ def check_broker(broker: str, store: str) -> None:
     try:
         import coop_plan.api.cluster.celery_queue  # noqa: F401 - fails if Celery is missing
     except ModuleNotFoundError as error:
-        fail(f"--broker needs {error.name}: pip install 'coop-plan[cluster]'", EXIT_ERROR)
+        fail(
+            f"--broker needs {error.name}: pip install '.[cluster]' in a clone of coop-plan",
+            EXIT_ERROR,
+        )
 
 
 def read_secret(path: Path) -> bytes:

@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 
 from coop_plan.api.cluster import lua_scripts
-from coop_plan.api.jobs.jobs import State
-from coop_plan.api.jobs.request_handler import Figures, Reply
+from coop_plan.api.jobs.request_handler import Figures, Reply, State
 from coop_plan.api.jobs.worker_process import JobRequest
 from coop_plan.planner.plan_cache.record import sign_bytes, verified_bytes
 from coop_plan.planner.plan_cache.redis_store import connect
@@ -115,11 +114,11 @@ class JobStore:
 
     def _view(self, job_id: str, parts: list[Any]) -> JobView:
         request, state, version, message, figures, problem, age, resend, took = parts
-        text = msgspec.convert(state.decode(), State)
-        active = text in ("queued", "running")
+        known: State = msgspec.convert(state.decode(), State)
+        active = known in ("queued", "running")
         return JobView(
             plan=msgspec.json.decode(request, type=JobRequest).plan,
-            state=text,
+            state=known,
             version=int(version),
             message=message.decode(),
             figures=msgspec.json.decode(figures or b"{}", type=Figures),

@@ -8,13 +8,13 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 from fastapi.sse import ServerSentEvent
 from pydantic import BaseModel, Field
 
-from coop_plan.api.jobs.request_handler import Figures, Reply
+from coop_plan.api.jobs.request_handler import Figures, Reply, State
 from coop_plan.api.jobs.worker_process import JobRequest, WorkerRequest
 from coop_plan.api.service.problems import ProblemError
 from coop_plan.api.service.request_body import Memory
@@ -25,8 +25,6 @@ FINISHED_JOBS = 1000
 
 RETRY_SECONDS = 2
 """`Retry-After` of a client that was sent to a job's URL."""
-
-State = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
 class JobProblem(BaseModel):

@@ -7,7 +7,7 @@ import contextlib
 import sqlite3
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -50,6 +50,10 @@ class Limits(msgspec.Struct, frozen=True):
     body_bytes: int = 64 << 20
     ops: int = 100_000
     seconds: float = 600.0
+
+
+State = Literal["queued", "running", "done", "failed", "cancelled"]
+"""State of a job."""
 
 
 class Figures(msgspec.Struct, frozen=True):

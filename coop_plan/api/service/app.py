@@ -90,7 +90,9 @@ def answer_errors(app: FastAPI) -> None:
         first = error.errors()[0]
         place, *names = map(str, first["loc"])
         name = "not-found" if place == "path" else "invalid-input"
-        pointer: dict[str, Any] = {} if place == "path" else {"pointer": "/" + "/".join(names)}
+        pointer: dict[str, Any] = {}
+        if place != "path":
+            pointer = {"pointer": "/" + "/".join(names)}
         return problems.response(name, f"{' '.join(names)}: {first['msg']}", **pointer)
 
     @app.exception_handler(HTTPException)

@@ -39,8 +39,10 @@ async def readyz(service: Service) -> Health:
     summary="Get metrics for Prometheus",
     dependencies=[ADMIN],
     response_class=Response,
-    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
-    | described(*COMMON),
+    responses={
+        200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
+        **described(*COMMON),
+    },
 )
 async def get_metrics(service: Service) -> Response:
     """Counters and histograms of this server."""

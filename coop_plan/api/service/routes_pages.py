@@ -11,6 +11,8 @@ from importlib import resources
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, Response
 
+from coop_plan.api.service.sample_graph import sample_graph
+from coop_plan.planner.registry import METHODS
 from coop_plan.web import page, security_policy
 
 ENTRY = "service.js"
@@ -64,7 +66,9 @@ async def get_docs() -> HTMLResponse:
 @functools.cache
 def _page() -> tuple[str, str]:
     """The service's page, and the policy that allows its own script only."""
-    return page(ENTRY, "coop-plan", {}), security_policy(ENTRY)
+    methods = [{"name": info.name, "summary": info.summary} for info in METHODS.values()]
+    data = {"methods": methods, "sample": sample_graph()}
+    return page(ENTRY, "coop-plan", data), security_policy(ENTRY)
 
 
 async def _get_docs_file(name: str) -> Response:

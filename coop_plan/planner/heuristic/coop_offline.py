@@ -52,6 +52,7 @@ class CoopOffline:
     def begin(self) -> None:
         """Run all phases on the request; with a deadline, improve until then."""
         portfolio, request = self.portfolio, self.request
+        self._offer_start()
         portfolio.sweep()
         if portfolio.best.found is None:
             portfolio.place_unplaced()
@@ -87,6 +88,17 @@ class CoopOffline:
             self._search_makespan(None)
         if short[0] is not None and short[0].cost_us < self._cost_us:
             self._transfer_plan, self._best_sequence = short
+
+    def _offer_start(self) -> None:
+        """Make the request's start the first incumbent, if it fits and its order is allowed."""
+        if self.request.start is None:
+            return
+        ops = np.array(self.request.start, dtype=np.int64)
+        first = np.unique(ops, return_index=True)[1]
+        if "reorder" in self.request.off and (np.diff(first) < 0).any():
+            return
+        self.portfolio.offer(self.portfolio.candidate_of(ops))
+        self.portfolio.place_unplaced()
 
     def _find_feasible(self) -> None:
         """If nothing fits, search for a feasible sequence from the run with the lowest peak."""

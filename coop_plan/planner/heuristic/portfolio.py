@@ -81,6 +81,12 @@ class Portfolio:
             return None
         return Candidate(budget, settings, run, run.blocks(self.arrays))
 
+    def candidate_of(self, ops: Ints, settings: Settings | None = None) -> Candidate:
+        """The sequence of these ops as a candidate."""
+        run = Record(float(self.arrays.cost[ops].sum()), ops)
+        blocks = run.blocks(self.arrays)
+        return Candidate(blocks.live, settings or self.settings[0], run, blocks)
+
     def consider(self, budget: int, settings: Settings) -> None:
         """Run at a logical budget; keep the run if it is cheaper and its layout fits the arena."""
         found = self.candidate(budget, settings, self.best.cost_us)

@@ -26,6 +26,7 @@ def open_store(address: str, secret: bytes, max_bytes: int = 1 << 30) -> PlanSto
         from coop_plan.planner.plan_cache.redis_store import RedisStore
     except ModuleNotFoundError as error:
         place = without_password(address)
-        message = f"plan store {place} needs {error.name}: pip install 'coop-plan[cluster]'"
+        install = "pip install '.[cluster]' in a clone of coop-plan"
+        message = f"plan store {place} needs {error.name}: {install}"
         raise StoreError(message) from None
     return RedisStore(address, secret=secret)

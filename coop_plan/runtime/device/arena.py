@@ -58,6 +58,7 @@ class Memory:
 
     def __init__(self) -> None:
         self._ext: Any = extension()
+        self._destroy = self._ext.memory_retire  # at exit the extension may be emptied before
         self._handle = 0
         self._block: Block | None = None
         self.bytes = 0
@@ -113,7 +114,7 @@ class Memory:
             _blocks_in_use.append(
                 self._block
             )  # not observed: a tensor of a step keeps the step alive
-        self._ext.memory_retire(self._handle)
+        self._destroy(self._handle)
         self._handle, self._block = 0, None
 
     def detach_live(self) -> None:
@@ -148,6 +149,7 @@ class Arena:
         device: int | None = None,
     ) -> None:
         self._ext: Any = extension()
+        self._destroy = self._ext.program_destroy
         self.size = size
         self.device = device
         self._first = first = np.zeros(len(program) + 1, dtype=np.int64)
@@ -170,7 +172,7 @@ class Arena:
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):
-            self._ext.program_destroy(self.handle)
+            self._destroy(self.handle)
 
 
 class Run:
@@ -179,11 +181,12 @@ class Run:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._ext: Any = extension()
+        self._destroy = self._ext.run_destroy
         self._handle: int = self._ext.run_create(arena.handle)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
-            self._ext.run_destroy(self._handle)
+            self._destroy(self._handle)
 
     def begin(self, memory: Memory, *, fresh: bool, watch: bool = False) -> None:
         """Run this thread's ops in `memory` until `leave`.

@@ -130,7 +130,9 @@ def _from_server(
         from coop_plan.client.client import PATIENCE_SECONDS, Client
         from coop_plan.client.protocol import ServerAwayError, ServerError
     except ModuleNotFoundError as error:
-        message = f"option 'server' needs {error.name}: pip install 'coop-plan[client]'"
+        message = (
+            f"option 'server' needs {error.name}: pip install '.[client]' in a clone of coop-plan"
+        )
         raise OptionsError(message) from None
     away = server in _away
     _away.discard(server)

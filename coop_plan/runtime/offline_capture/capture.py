@@ -5,6 +5,7 @@ from pathlib import Path
 
 from coop_plan.runtime.offline_capture.devices import device as device_named
 from coop_plan.runtime.offline_capture.fake_device import CaptureRequest, capture_for
+from coop_plan.runtime.offline_capture.optimizer_spec import OPTIMIZERS, OptimizerSpec
 from coop_plan.schemas import Graph, InvalidInputError
 
 
@@ -25,7 +26,8 @@ def capture(
         device: name or file of a device that is not here: the step is traced without memory, and
             its costs are a roofline. None: the step is profiled on this machine.
         batch: argument `batch` of the function.
-        optimizer: optimizer whose states are resident, too: "sgd", "momentum" or "adamw".
+        optimizer: optimizer whose states are resident, too: "sgd", "momentum", "adamw",
+            "adamw8bit", "adafactor", "lion" or "muon".
         masters: float32 copies of parameters of fewer bits are resident, too.
         variants: also measure other ways to run ops that return the same bits.
 
@@ -37,6 +39,9 @@ def capture(
         raise InvalidInputError("masters are copies for an optimizer: name one (--optimizer)")
     if variants and device is not None:
         raise InvalidInputError("variants are measured here, not on a --device that is not here")
+    if optimizer is not None and optimizer not in OPTIMIZERS:
+        raise InvalidInputError(f"'{optimizer}' is no optimizer of {', '.join(OPTIMIZERS)}")
+    spec = None if optimizer is None else OptimizerSpec(name=optimizer, masters=masters)
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     if device is not None:
@@ -45,10 +50,9 @@ def capture(
                 target=target,
                 spec=device_named(device),
                 batch=batch,
-                optimizer=optimizer,
-                masters=masters,
+                optimizer=spec,
             )
         )
     from coop_plan.runtime.offline_capture.target import capture_target  # imports PyTorch
 
-    return capture_target(target, batch, optimizer, masters, variants=variants)
+    return capture_target(target, batch, spec, variants=variants)

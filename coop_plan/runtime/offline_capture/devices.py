@@ -16,6 +16,9 @@ from coop_plan.schemas._parse import Model, parse
 
 BUILT_IN = Path(__file__).with_name("devices.json")
 
+CONTEXT_BYTES = 512 << 20
+"""Approximate memory of a CUDA context."""
+
 Rate = Annotated[float, Meta(gt=0, le=1e18)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 
@@ -33,6 +36,8 @@ class DeviceSpec(Model, frozen=True, kw_only=True):
             ops of a class reach.
         matmul_workspace_bytes: cuBLAS's workspace, allocated once (NVIDIA, "cuBLAS",
             CUBLAS_WORKSPACE_CONFIG: `:4096:2:16:8`, on Hopper 32 MiB).
+        context_bytes: memory of the driver, which no step can use; in published runs 0.5 to 1.3 GB
+            on CUDA, and 512 MiB if this is None.
     """
 
     name: str = ""
@@ -48,6 +53,14 @@ class DeviceSpec(Model, frozen=True, kw_only=True):
     attention_share: Share = 0.5
     memory_share: Share = 0.85
     matmul_workspace_bytes: Annotated[int, Meta(ge=0, lt=2**60)] = 8_519_680
+    context_bytes: Annotated[int, Meta(ge=0, lt=2**60)] | None = None
+
+    @property
+    def context(self) -> int:
+        """Bytes of the driver's context."""
+        if self.context_bytes is not None:
+            return self.context_bytes
+        return CONTEXT_BYTES if self.kind == "cuda" else 0
 
     def __post_init__(self) -> None:
         if "float32" not in self.flops:

@@ -3,82 +3,132 @@
 In the child, PyTorch sees one fake CUDA device (`runtime/device/fake_cuda_device.cpp`). PyTorch
 detects devices once, at import, so the library is loaded before; the caller's process is not
 affected. The child imports the user's module, builds the model and traces the step with fake
-tensors on that device. It allocates no memory for the model.
+tensors on that device, and counts an iteration of eager PyTorch if asked. It allocates no memory
+for the model.
 """
 
+import contextlib
 import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.offline_capture.devices import DeviceSpec
+from coop_plan.runtime.offline_capture.eager_parts import EagerMemory
+from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
 from coop_plan.schemas import Graph, InvalidInputError, parse_graph
 
 SOURCE = Path(__file__).parents[1] / "device" / "fake_cuda_device.cpp"
 
 CHILD_PROGRAM = """
 import ctypes, sys
-for library in sys.argv[3:]:
+for library in sys.argv[1:]:
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
-from coop_plan.runtime.offline_capture.fake_device import serve_capture
-serve_capture(*sys.argv[1:3])
+from coop_plan.runtime.offline_capture.fake_device import serve_captures
+serve_captures()
 """
-"""Program of the child; its arguments are the files of request and response, then libraries."""
+"""Program of the child; its arguments are libraries."""
 
 
 class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A step to capture, and the device.
 
-    `target` is `package.module:function`, called with `batch` if that is set. For `optimizer` and
-    `masters` see `offline_capture.optimizer_state`.
+    `target` is `package.module:function`, called with `batch` if that is set. `optimizer` is in the
+    captured graph (`optimizer_state`), with `eager` in the eager iteration alone.
     """
 
     target: str
     spec: DeviceSpec
     batch: int | None = None
-    optimizer: str | None = None
-    masters: bool = False
+    optimizer: OptimizerSpec | None = None
+    eager: bool = False
 
 
 class CaptureResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A captured graph, or an error; `invalid` is true if the input causes the error."""
+    """A captured graph, or an error; `invalid` is true if the input causes the error.
+
+    `eager` is the memory of the eager iteration, if that was requested.
+    """
 
     graph: str = ""
+    eager: EagerMemory | None = None
     error: str = ""
     invalid: bool = False
 
 
-def capture_for(request: CaptureRequest) -> Graph:
-    """The graph of a step on an absent device, captured in a child process.
+class Captured(NamedTuple):
+    """A captured graph, and the memory of the eager iteration if that was requested."""
 
-    Raises:
-        InvalidInputError: no such module or function, or not such a result.
-        CaptureError: the step cannot be captured.
-        BuildError: the library could not be compiled.
-    """
-    with tempfile.TemporaryDirectory(prefix="coop-plan-") as folder:
-        request_path, response_path = Path(folder, "request"), Path(folder, "response")
-        request_path.write_bytes(msgspec.json.encode(request))
-        command = [sys.executable, "-c", CHILD_PROGRAM, str(request_path), str(response_path)]
-        command += map(str, preload_libraries(request.spec))
-        path = os.pathsep.join(map(os.path.abspath, sys.path))
-        ended = subprocess.run(  # noqa: S603
-            command, env={**os.environ, "PYTHONPATH": path}, stdout=sys.stderr.fileno(), check=False
-        )
-        if not response_path.exists():
-            raise CaptureError(
-                f"'{request.target}' cannot be captured for {request.spec.name}: the process that"
-                f" traced it ended with {ended.returncode}"
+    graph: Graph
+    eager: EagerMemory | None
+
+
+class OfflineCapture:
+    """Captures in child processes, one per kind of device, that end with the context."""
+
+    def __init__(self) -> None:
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> "OfflineCapture":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self._children.values():
+            child.communicate()
+        self._children.clear()
+
+    def capture(self, request: CaptureRequest) -> Captured:
+        """The graph of a step on an absent device.
+
+        Raises:
+            InvalidInputError: no such module or function, or not such a result.
+            CaptureError: the step cannot be captured.
+            BuildError: the library could not be compiled.
+        """
+        child = self._child(request.spec)
+        assert child.stdin is not None
+        assert child.stdout is not None
+        with tempfile.TemporaryDirectory(prefix="coop-plan-") as folder:
+            request_path, response_path = Path(folder, "request"), Path(folder, "response")
+            request_path.write_bytes(msgspec.json.encode(request))
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.write(os.fsencode(folder) + b"\n")
+                child.stdin.flush()
+                child.stdout.readline()
+            if not response_path.exists():
+                del self._children[request.spec.kind]
+                raise CaptureError(
+                    f"'{request.target}' cannot be captured for {request.spec.name}: the process"
+                    f" that traced it ended with {child.wait()}"
+                )
+            found = msgspec.json.decode(response_path.read_bytes(), type=CaptureResponse)
+        if found.error:
+            raise (InvalidInputError if found.invalid else CaptureError)(found.error)
+        return Captured(parse_graph(found.graph, source="captured graph"), found.eager)
+
+    def _child(self, spec: DeviceSpec) -> "subprocess.Popen[bytes]":
+        if spec.kind not in self._children:
+            command = [sys.executable, "-c", CHILD_PROGRAM, *map(str, preload_libraries(spec))]
+            path = os.pathsep.join(map(os.path.abspath, sys.path))
+            self._children[spec.kind] = subprocess.Popen(  # noqa: S603
+                command,
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
             )
-        found = msgspec.json.decode(response_path.read_bytes(), type=CaptureResponse)
-    if found.error:
-        raise (InvalidInputError if found.invalid else CaptureError)(found.error)
-    return parse_graph(found.graph, source="captured graph")
+        return self._children[spec.kind]
+
+
+def capture_for(request: CaptureRequest) -> Graph:
+    """The graph of a step on an absent device; errors are those of `OfflineCapture.capture`."""
+    with OfflineCapture() as captures:
+        return captures.capture(request).graph
 
 
 def preload_libraries(spec: DeviceSpec) -> list[Path]:
@@ -104,25 +154,37 @@ def preload_libraries(spec: DeviceSpec) -> list[Path]:
     return [folder / "libc10.so", folder / "libtorch_cpu.so", fake_device]
 
 
-def serve_capture(request_path: str, response_path: str) -> None:
-    """Main function of the child: read the request from a file, write the response to another."""
-    request = msgspec.json.decode(Path(request_path).read_bytes(), type=CaptureRequest)
-    try:
-        response = CaptureResponse(graph=_capture(request).to_json())
-    except InvalidInputError as error:
-        response = CaptureResponse(error=str(error), invalid=True)
-    except CaptureError as error:
-        response = CaptureResponse(error=str(error))
-    Path(response_path).write_bytes(msgspec.json.encode(response))
+def serve_captures() -> None:
+    """Main function of the child: folders with a request come by stdin, one line each.
+
+    A line of stdout answers that the response is in the folder. Other output goes to stderr.
+    """
+    done = os.fdopen(os.dup(1), "wb")
+    requests = os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for line in requests:
+        folder = Path(os.fsdecode(line.rstrip(b"\n")))
+        request = msgspec.json.decode((folder / "request").read_bytes(), type=CaptureRequest)
+        try:
+            response = _capture(request)
+        except InvalidInputError as error:
+            response = CaptureResponse(error=str(error), invalid=True)
+        except CaptureError as error:
+            response = CaptureResponse(error=str(error))
+        (folder / "response").write_bytes(msgspec.json.encode(response))
+        done.write(b"\n")
+        done.flush()
 
 
-def _capture(request: CaptureRequest) -> Graph:
+def _capture(request: CaptureRequest) -> CaptureResponse:
     import torch
 
     from coop_plan.runtime.offline_capture.constant_values import ConstantValues
+    from coop_plan.runtime.offline_capture.eager_memory import StorageLog, count_eager
     from coop_plan.runtime.offline_capture.meta_kernels import register_gru_cells
     from coop_plan.runtime.offline_capture.roofline import Roofline
-    from coop_plan.runtime.offline_capture.target import capture, load_target
+    from coop_plan.runtime.offline_capture.target import capture, load_target, user_failure
     from coop_plan.runtime.torch_internals.fakes import (
         FakeTensorMode,
         convertible_modules,
@@ -132,34 +194,55 @@ def _capture(request: CaptureRequest) -> Graph:
         skip_truncated_normal,
     )
 
-    if request.spec.kind == "cuda":
+    kind = request.spec.kind
+    if kind == "cuda":
         pretend_cuda(request.spec.name, request.spec.memory_bytes)
         register_gru_cells()
-    with (
-        torch.device(request.spec.kind),
-        FakeTensorMode(),
-        ConstantValues(),
-        copyable_fakes(),
-        convertible_modules(),
-        skip_truncated_normal(),
-        legacy_constructors_on(torch.device(request.spec.kind)),
-    ):
+
+    def pretended() -> contextlib.ExitStack:
+        """The context in which the user's code builds its model, and runs it in eager."""
+        stack = contextlib.ExitStack()
+        for context in (
+            torch.device(kind),
+            fake,
+            values,
+            copyable_fakes(),
+            convertible_modules(),
+            skip_truncated_normal(),
+            legacy_constructors_on(torch.device(kind)),
+        ):
+            stack.enter_context(context)
+        return stack
+
+    fake, values = FakeTensorMode(), ConstantValues()
+    log = StorageLog(kind) if request.eager else None
+    with pretended(), log or contextlib.nullcontext():
         step, args = load_target(request.target, request.batch)
+    model = Roofline(request.spec)
 
     def captured() -> Graph:
         return capture(
             step,
             args,
             name=request.target.rpartition(":")[2],
-            model=Roofline(request.spec),
-            optimizer=request.optimizer,
-            masters=request.masters,
+            model=model,
+            optimizer=None if log else request.optimizer,
         )
 
     # Under a default device, Dynamo traces PyTorch's Python mode for it at every call of the step:
     # half of a large model's capture time. Only steps without explicit devices need it.
     try:
-        return captured()
+        graph = captured()
     except CaptureError:
-        with torch.device(request.spec.kind):
-            return captured()
+        with torch.device(kind):
+            graph = captured()
+    eager = None
+    if log is not None:
+        try:
+            with pretended():
+                eager = count_eager(log, step, args, request.optimizer, model.resident_bytes)
+        except (InvalidInputError, CaptureError):
+            raise
+        except Exception as error:
+            raise user_failure(request.target, error) from error
+    return CaptureResponse(graph=graph.to_json(), eager=eager)

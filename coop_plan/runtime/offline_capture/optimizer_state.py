@@ -1,29 +1,35 @@
 """Optimizer state as a resident tensor of a captured graph.
 
-The graph contains parameters and gradients already. PyTorch's optimizers keep buffers of the
-parameter's dtype: `torch.optim.SGD` none, or one with momentum; `torch.optim.AdamW` two. With
+The graph contains parameters and gradients already. The state is that of `optimizers.py`. With
 float32 masters (Micikevicius et al., ICLR 2018, section 3.1) a parameter of fewer bits has a
-float32 copy, and its buffers are float32, too. Temporaries of `optimizer.step()` are not included:
-the activations are dead by then.
+float32 copy, and its buffers are float32, too. Temporaries of `optimizer.step()` are not included;
+`eager_memory.py` counts them.
 """
 
 import msgspec
+import torch
 from torch import fx
 
 from coop_plan.runtime.capture.joint_graph import Captured
+from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
+from coop_plan.runtime.offline_capture.optimizers import Update
 from coop_plan.schemas import Graph, Tensor
 
-BUFFERS_PER_OPTIMIZER = {"sgd": 0, "momentum": 1, "adamw": 2}
-"""State elements per parameter element, by optimizer."""
 
-FLOAT32_BYTES = 4
-
-
-def with_optimizer_state(captured: Captured, optimizer: str, masters: bool) -> Graph:
-    """The captured graph with the optimizer's state as one more buffer."""
-    size = sum(_state_bytes(node, optimizer, masters) for node in _trained(captured))
+def with_optimizer_state(captured: Captured, optimizer: OptimizerSpec) -> Graph:
+    """The captured graph with the optimizer's state as one more buffer; counters are left out."""
     graph = captured.graph
-    name = optimizer + (" and float32 masters" if masters else "")
+    kept: list[torch.Tensor] = []
+    if trained := [node.meta["val"] for node in _trained(captured)]:
+        with trained[0].fake_mode:
+            parameters = [torch.empty_like(value) for value in trained]
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
+            update = Update(optimizer, parameters)
+            update.step()
+            kept = [tensor for tensor in update.states if tensor.ndim] + update.masters
+    size = sum(tensor.numel() * tensor.element_size() for tensor in kept)
+    name = optimizer.name + (" and float32 masters" if optimizer.masters else "")
     state = Tensor(id=len(graph.tensors), name=name, bytes=size, kind="buffer")
     return msgspec.structs.replace(graph, tensors=[*graph.tensors, state])
 
@@ -36,13 +42,3 @@ def _trained(captured: Captured) -> list[fx.Node]:
             if t is not None and captured.graph.tensors[t].kind == "parameter":
                 found.setdefault(t, node)
     return list(found.values())
-
-
-def _state_bytes(node: fx.Node, optimizer: str, masters: bool) -> int:
-    value = node.meta["val"]
-    width = value.element_size()
-    copied = masters and width < FLOAT32_BYTES
-    each = FLOAT32_BYTES if copied else width
-    return int(value.numel()) * (
-        each * BUFFERS_PER_OPTIMIZER[optimizer] + (FLOAT32_BYTES if copied else 0)
-    )

@@ -103,7 +103,7 @@ class Roofline:
             and output.bytes
             and results[position].device.type == self.spec.kind
         )
-        workspace = _workspace(target, args)
+        workspace = workspace_bytes(target, args)
         if workspace:
             allocations = (Allocation(workspace, -1, 0), *allocations)
         made = sum(output.bytes for output in outputs if output is not None and output.alias < 0)
@@ -197,7 +197,7 @@ def _outputs(
     return tuple(outputs)
 
 
-def _workspace(target: OpOverload, args: Any) -> int:
+def workspace_bytes(target: OpOverload, args: Any) -> int:
     """The scratch of an op, in bytes, by the formulas of the module's docstring."""
     packet = target.overloadpacket
     if packet is not FLASH_BACKWARD and packet is not EFFICIENT_BACKWARD:

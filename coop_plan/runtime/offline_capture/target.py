@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from coop_plan.runtime.capture.diagnostics import explain_failure
-from coop_plan.runtime.capture.joint_graph import capture_joint
+from coop_plan.runtime.capture.joint_graph import Captured, capture_joint
 from coop_plan.runtime.capture.tracing_rules import as_eager
 from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
 from coop_plan.runtime.offline_capture.optimizer_state import with_optimizer_state
 from coop_plan.runtime.offline_capture.roofline import Roofline
 from coop_plan.runtime.torch_internals.dynamo import (
@@ -36,8 +37,7 @@ from coop_plan.schemas import Graph, InvalidInputError
 def capture_target(
     spec: str,
     batch: int | None = None,
-    optimizer: str | None = None,
-    masters: bool = False,
+    optimizer: OptimizerSpec | None = None,
     *,
     variants: bool = False,
 ) -> Graph:
@@ -49,7 +49,7 @@ def capture_target(
     """
     step, args = load_target(spec, batch)
     name = spec.rpartition(":")[2]
-    return capture(step, args, name=name, optimizer=optimizer, masters=masters, variants=variants)
+    return capture(step, args, name=name, optimizer=optimizer, variants=variants)
 
 
 def load_target(spec: str, batch: int | None = None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -85,15 +85,8 @@ def load_target(spec: str, batch: int | None = None) -> tuple[Callable[..., Any]
         raise InvalidInputError(message) from None
     except ModuleNotFoundError as error:
         raise InvalidInputError(f"no module named '{error.name}' (from '{spec}')") from None
-    except Exception as error:  # the user's code failed: name its line
-        message = f"'{spec}' failed in {_user_location(error)}: {type(error).__name__}: {error}"
-        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-            message = (
-                f"'{spec}' reads a tensor's value in {_user_location(error)} ({error.func}), and"
-                " without the device no values are computed: use Python numbers, or capture without"
-                " --device"
-            )
-        raise InvalidInputError(message) from error
+    except Exception as error:
+        raise user_failure(spec, error) from error
     if (
         not isinstance(result, Sequence)
         or len(result) != 2
@@ -104,6 +97,18 @@ def load_target(spec: str, batch: int | None = None) -> tuple[Callable[..., Any]
             f"'{spec}' must return a callable and its example arguments, (step, (batch, ...))"
         )
     return result[0], tuple(result[1])
+
+
+def user_failure(spec: str, error: Exception) -> InvalidInputError:
+    """The error for an exception of the user's code, with its line."""
+    message = f"'{spec}' failed in {_user_location(error)}: {type(error).__name__}: {error}"
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        message = (
+            f"'{spec}' reads a tensor's value in {_user_location(error)} ({error.func}), and"
+            " without the device no values are computed: use Python numbers, or capture without"
+            " --device"
+        )
+    return InvalidInputError(message)
 
 
 def _check_call(spec: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
@@ -132,8 +137,7 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     name: str = "step",
     model: Roofline | None = None,
-    optimizer: str | None = None,
-    masters: bool = False,
+    optimizer: OptimizerSpec | None = None,
     *,
     variants: bool = False,
 ) -> Graph:
@@ -145,7 +149,7 @@ def capture(
     Raises:
         CaptureError: a graph break, nothing that needs a gradient, or an op that cannot be planned.
     """
-    found: list[Graph] = []
+    found: list[Captured] = []
 
     def partition(
         joint: fx.GraphModule,
@@ -157,9 +161,7 @@ def capture(
     ) -> Any:
         static = static_lifetime_input_indices or ()
         passes = VARIANT_PASSES if variants else None
-        captured = capture_joint(joint, num_fwd_outputs, static, name, model, passes)
-        graph = captured.graph
-        found.append(with_optimizer_state(captured, optimizer, masters) if optimizer else graph)
+        found.append(capture_joint(joint, num_fwd_outputs, static, name, model, passes))
         raise _CapturedError
 
     def refuse(*_: Any) -> Any:
@@ -190,7 +192,7 @@ def capture(
         restore()
     if not found:
         raise CaptureError(f"'{name}' was not captured: it runs no PyTorch op on tensors")
-    return found[0]
+    return with_optimizer_state(found[0], optimizer) if optimizer else found[0].graph
 
 
 class _CapturedError(Exception):

@@ -40,11 +40,33 @@ def real_mode() -> Iterator[None]:
         yield
 
 
+DEVICE_CALLS = (
+    "set_device",
+    "synchronize",
+    "empty_cache",
+    "ipc_collect",
+    "reset_peak_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_accumulated_memory_stats",
+    "set_per_process_memory_fraction",
+)
+"""Functions of `torch.cuda` that act on a device and return nothing."""
+
+MEMORY_COUNTERS = (
+    "memory_allocated",
+    "max_memory_allocated",
+    "memory_reserved",
+    "max_memory_reserved",
+)
+"""Functions of `torch.cuda` that return bytes of PyTorch's allocator."""
+
+
 def pretend_cuda(name: str, memory_bytes: int) -> None:
     """Make `torch.cuda` report one device without a driver (`offline_capture/fake_device.py`).
 
     Programs read its name and memory, `torch.nn.DataParallel` also its multiprocessors: one, since
-    the number is unknown and no other device is compared with it.
+    the number is unknown and no other device is compared with it. The compute capability is 8.0,
+    for which attention is chosen (`fake_cuda_device.cpp`). All memory is free.
 
     Assumed: factories of CUDA tensors call `torch.cuda._lazy_init`, which raises in CPU builds;
     autocast is disabled unless `torch.cuda.is_available()`; a fake mode with `avoid_device_init`
@@ -58,7 +80,15 @@ def pretend_cuda(name: str, memory_bytes: int) -> None:
     cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda.device_count = lambda: 1
     cuda.current_device = lambda: 0
-    has = SimpleNamespace(name=name, total_memory=memory_bytes, multi_processor_count=1)
+    has = SimpleNamespace(
+        name=name, total_memory=memory_bytes, multi_processor_count=1, major=8, minor=0
+    )
+    cuda.get_device_capability = lambda device=None: (has.major, has.minor)
+    cuda.mem_get_info = lambda device=None: (memory_bytes, memory_bytes)
+    for function in DEVICE_CALLS:
+        setattr(cuda, function, lambda *_, **__: None)
+    for function in MEMORY_COUNTERS:
+        setattr(cuda, function, lambda device=None: 0)
     cuda.get_device_properties = lambda device=None: has
     cuda.get_device_name = lambda device=None: name
     cuda.get_rng_state = lambda device="cuda": (

@@ -47,7 +47,8 @@ def require(package: str) -> None:
     """
     if importlib.util.find_spec(package) is None:
         raise MissingSolverError(
-            f"exact planning needs {package}: pip install 'coop-plan[exact]'", "/method"
+            f"exact planning needs {package}: pip install '.[exact]' in a clone of coop-plan",
+            "/method",
         )
 
 

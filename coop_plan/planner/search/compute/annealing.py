@@ -18,7 +18,6 @@ import numpy as np
 from coop_plan.planner.core.arrays import Ints, to_program
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
-from coop_plan.planner.heuristic.eviction_run import Record
 from coop_plan.planner.heuristic.portfolio import Candidate, Portfolio
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.placement.layout import WORK, WORK_PER_SECOND, fit
@@ -150,10 +149,7 @@ class SequenceAnnealing:
 
     def _candidate(self) -> Candidate:
         """The stored sequence as a candidate of the portfolio."""
-        ops = current_sequence(self.state)
-        run = Record(float(self.portfolio.arrays.cost[ops].sum()), ops)
-        blocks = run.blocks(self.portfolio.arrays)
-        return Candidate(blocks.live, self.settings, run, blocks)
+        return self.portfolio.candidate_of(current_sequence(self.state), self.settings)
 
     def _place(self, work: int) -> bool:
         """Make the stored sequence the incumbent if it has a layout; else add a margin.

@@ -1,0 +1,77 @@
+"""Memory of a training iteration in eager PyTorch, by what holds it."""
+
+import msgspec
+
+PARTS = ("weights", "gradients", "states", "activations", "update", "other")
+
+
+class EagerParts(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes at one moment of an iteration.
+
+    Attributes:
+        weights: parameters, and float32 masters of an optimizer.
+        gradients: gradients of parameters.
+        states: buffers of the optimizer.
+        activations: other tensors of forward and backward, outputs included.
+        update: temporaries of the optimizer's step.
+        other: inputs, buffers of the model, and workspaces of libraries.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    states: int = 0
+    activations: int = 0
+    update: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(getattr(self, part) for part in PARTS)
+
+    def plus(self, **more: int) -> "EagerParts":
+        """These parts with more bytes of some."""
+        changed = {part: getattr(self, part) + count for part, count in more.items()}
+        return msgspec.structs.replace(self, **changed)
+
+
+class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Peaks of an iteration in eager PyTorch.
+
+    Attributes:
+        step: peak of forward and backward.
+        update: peak of the optimizer's step; None without an optimizer.
+        update_bytes: largest temporaries of the optimizer.
+        loading_bytes: peak while the model was built, where it was built on this device.
+        dtype: dtype of most of the parameters.
+    """
+
+    step: EagerParts
+    update: EagerParts | None = None
+    update_bytes: int = 0
+    loading_bytes: int = 0
+    dtype: str = ""
+
+    @property
+    def peak(self) -> EagerParts:
+        """The parts at the larger peak of step and update."""
+        return max(self.step, self.update or self.step, key=lambda parts: parts.total)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest peak."""
+        return max(self.peak.total, self.loading_bytes)
+
+    def outside_step(self, resident_bytes: int) -> int:
+        """Bytes outside a planned step: states, temporaries of the update, other residents.
+
+        `resident_bytes` are those in the graph of the step. The arena may exist during the
+        optimizer's step, so both count.
+        """
+        missing = self.step.weights + self.step.other - resident_bytes
+        return self.step.states + self.update_bytes + max(0, missing)
+
+    def figures(self) -> dict[str, int]:
+        """The parts at the peak, `peak_bytes` and `loading_bytes`, for JSON."""
+        parts: dict[str, int] = msgspec.to_builtins(self.peak)
+        return parts | {"peak_bytes": self.peak_bytes, "loading_bytes": self.loading_bytes}

@@ -1,0 +1,140 @@
+"""Eager PyTorch's memory, counted on fake tensors, is that which its allocations have here."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from coop_plan.runtime import CaptureError
+from coop_plan.runtime.device import arena
+from coop_plan.runtime.offline_capture.eager_memory import StorageLog, count_eager
+from coop_plan.runtime.offline_capture.optimizer_spec import OPTIMIZERS, OptimizerSpec
+from coop_plan.runtime.offline_capture.optimizers import Update
+from coop_plan.runtime.torch_internals.fakes import FakeTensorMode, convertible_modules
+from coop_plan.schemas import InvalidInputError
+
+WIDTH = 256
+
+
+def layers(reentrant=None, dtype=torch.float32, rows=512):
+    """Blocks of a network, each with a checkpoint unless `reentrant` is None."""
+    blocks = [
+        nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        for _ in range(4)
+    ]
+    model = nn.ModuleList(blocks).to(dtype)
+
+    def step(x):
+        for block in model:
+            x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
+        return x.square().mean()
+
+    return step, (torch.randn(rows, WIDTH, dtype=dtype).requires_grad_(reentrant is True),), model
+
+
+def frozen():
+    """A network of which the last layer alone is trained."""
+    step, args, model = layers()
+    for parameter in model[:-1].parameters():
+        parameter.requires_grad_(False)
+    return step, args, model
+
+
+def counted(make, optimizer=None, **options):
+    log = StorageLog("cpu")
+    with FakeTensorMode():
+        with log, convertible_modules():
+            step, args, _ = make()
+        spec = optimizer and OptimizerSpec(name=optimizer, **options)
+        return count_eager(log, step, args, spec)
+
+
+def measured(make, optimizer=None, **options):
+    """Peaks of the second iteration, of the step and of the update, above what was there before."""
+    gc.collect()
+    arena.reset_peak()
+    before = arena.process_bytes()[0]
+    step, args, model = make()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    update = optimizer and Update(OptimizerSpec(name=optimizer, **options), trained)
+    peaks = []
+    for _ in range(2):
+        arena.reset_peak()
+        step(*args).backward()
+        peaks = [arena.process_bytes()[1] - before]
+        if update:
+            arena.reset_peak()
+            update.step()
+            peaks.append(arena.process_bytes()[1] - before)
+        for parameter in trained:
+            parameter.grad = None
+        args[0].grad = None
+    return peaks
+
+
+MAKERS = {
+    "plain": layers,
+    "frozen": frozen,
+    "checkpoints": lambda: layers(reentrant=False),
+    "reentrant": lambda: layers(reentrant=True),
+    "bfloat16": lambda: layers(dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("optimizer", [None, "momentum", "adamw"])
+def test_what_is_counted_is_what_is_allocated(make, optimizer):
+    found, peaks = counted(make, optimizer), measured(make, optimizer)
+    assert found.step.total == pytest.approx(peaks[0], rel=0.01)
+    if optimizer:
+        assert found.update.total == pytest.approx(peaks[1], rel=0.01)
+
+
+@pytest.mark.parametrize("update", ["plain", "foreach"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_temporaries_of_each_optimizer(optimizer, update):
+    try:
+        found = counted(layers, optimizer, update=update)
+    except InvalidInputError as error:
+        assert update == "foreach"
+        assert "has no foreach update" in str(error)
+        return
+    assert found.update.total == pytest.approx(
+        measured(layers, optimizer, update=update)[1], rel=0.01
+    )
+
+
+def test_masters_are_weights_and_their_gradients_temporaries():
+    found = counted(MAKERS["bfloat16"], "adamw", masters=True, update="foreach")
+    weights = counted(MAKERS["bfloat16"]).step.weights
+    assert found.step.weights == pytest.approx(3 * weights, rel=0.01)
+    assert found.step.states == pytest.approx(4 * weights, rel=0.01)
+    assert found.update_bytes == pytest.approx(4 * weights, rel=0.01)
+
+
+def test_an_optimizer_in_the_backward_frees_each_gradient():
+    found, after = (
+        counted(lambda: layers(rows=8), "adamw", update=update) for update in ("backward", "plain")
+    )
+    assert found.update is None
+    assert found.step.states == after.step.states
+    assert found.step.gradients < after.step.gradients / 2
+    assert found.peak_bytes < after.peak_bytes
+
+
+def test_checkpoints_are_honoured():
+    sizes = [counted(MAKERS[name]).step.activations for name in ("plain", "checkpoints")]
+    assert sizes[1] < 0.6 * sizes[0]
+
+
+def test_loading_counts_what_is_cast():
+    found = counted(MAKERS["bfloat16"])
+    assert found.loading_bytes > 1.9 * found.step.weights
+    assert found.dtype == "bfloat16"
+
+
+def test_a_step_without_gradients_is_refused():
+    with pytest.raises(CaptureError, match="needs no gradient"):
+        counted(lambda: (lambda x: x.sum(), (torch.ones(4),), None))

@@ -1,0 +1,111 @@
+"""A budget that `coop-plan fit` prints keeps a process within the card that was asked about."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from coop_plan.api.cli.main import main
+from coop_plan.runtime.offline_capture.devices import DeviceSpec
+
+SOURCE = """
+import torch
+from torch import nn
+
+def blocks(width, depth):
+    return nn.Sequential(*[m for _ in range(depth) for m in (nn.Linear(width, width), nn.GELU())])
+
+def deep(batch=8):
+    model = blocks(128, 12)
+    return (lambda x: model(x).square().mean()), (torch.randn(batch, 128),)
+
+def wide(batch=8):
+    model = blocks(512, 3)
+    return (lambda x: model(x).square().mean()), (torch.randn(batch, 512),)
+
+def convolution(batch=8):
+    layers = [m for _ in range(4) for m in (nn.Conv2d(8, 8, 3, padding=1), nn.GELU())]
+    model = nn.Sequential(*layers)
+    return (lambda x: model(x).square().mean()), (torch.randn(batch, 8, 24, 24),)
+"""
+
+TRAIN = """
+import json
+import sys
+import torch
+from coop_plan.runtime.device import arena, build
+
+build.arena()
+before = arena.process_bytes()[0]
+import fit_steps
+name, batch, optimizer, options, micro = sys.argv[1:]
+step, args = getattr(fit_steps, name)(int(batch))
+model = step.__closure__[0].cell_contents
+make = {
+    "momentum": lambda p: torch.optim.SGD(p, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, foreach=False),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+}[optimizer]
+optimizer = make(list(model.parameters()))
+step = torch.compile(step, backend="coop", options=json.loads(options))
+arena.reset_peak()
+for _ in range(3):
+    try:
+        for _ in range(int(micro)):
+            step(*args).backward()
+    except Exception as error:
+        if "BudgetExceededError" not in repr(error) + str(error):
+            raise
+        print("refused", file=sys.stderr)
+        break
+    optimizer.step()
+    optimizer.zero_grad()
+print(arena.process_bytes()[1] - before)
+"""
+
+CASES = [
+    ("deep", 512, "adamw", 1),
+    ("wide", 1024, "momentum", 1),
+    ("wide", 256, "adafactor", 2),
+    ("convolution", 32, "adamw", 1),
+    ("deep", 512, "momentum", 2),
+]
+
+
+@pytest.mark.parametrize(("name", "batch", "optimizer", "micro"), CASES)
+def test_the_printed_budget_keeps_the_process_within_the_card(
+    name, batch, optimizer, micro, importable, tmp_path, capsys
+):
+    """States, gradients, temporaries of the update and loading included, counted from outside."""
+    importable("fit_steps", SOURCE)
+
+    def ask(memory):
+        spec = DeviceSpec(
+            kind="cpu", memory_bytes=memory, flops={"float32": 1e11}, bytes_per_s=1e10
+        )
+        path = tmp_path / "card.json"
+        path.write_bytes(msgspec.json.encode(spec))
+        arguments = ["--device", str(path), "--batch", str(batch), "--optimizer", optimizer]
+        with contextlib.suppress(SystemExit):
+            main(["fit", "fit_steps:" + name, *arguments, "--margin", "0", "--json"])
+        return json.loads(capsys.readouterr().out)[0]
+
+    row = ask(2**34)
+    eager, least = row["eager"]["peak_bytes"], row["smallest"]["peak_bytes"]
+    assert least < eager
+    card = (eager + 2 * least) // 3
+    options = json.dumps(ask(card)["within"]["options"])
+    ended = subprocess.run(
+        [sys.executable, "-c", TRAIN, name, str(batch), optimizer, options, str(micro)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ("refused" in ended.stderr) <= (micro > 1)
+    assert int(ended.stdout) <= card
