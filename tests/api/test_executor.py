@@ -102,13 +102,13 @@ def test_a_job_is_known_to_the_server_that_was_not_asked(run):
 
         following = asyncio.create_task(follow())
         lease = await leased(store, job)
-        await until(lambda: any(b"event: running" in event for event in seen))
+        await until(lambda: any(event.event == "running" for event in seen))
         store.renew(lease, "news", Figures(overhead=0.125))
-        await until(lambda: any(b'"overhead":0.125' in event for event in seen))
+        await until(lambda: any('"overhead":0.125' in event.raw_data for event in seen))
         await two.cancel(mirror)
         assert mirror.state == "cancelled"
         await following
-        assert b"event: cancelled" in seen[-1]
+        assert seen[-1].event == "cancelled"
         await until(lambda: job.finished)
         assert job.problem.problem == "cancelled"
         assert not store.renew(lease, "", Figures())

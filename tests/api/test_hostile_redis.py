@@ -54,6 +54,7 @@ def test_a_bomb_under_a_digest_is_no_graph(address):
     "change",
     [
         {"version": "x"},
+        {"state": "dreaming"},
         {"figures": "{"},
         {"message": b"\xff"},
         {"work": "[]"},

@@ -93,6 +93,11 @@ def response(
         sent["Retry-After"] = str(members["retry_after"])
     if name == "unauthorized":
         sent["WWW-Authenticate"] = "Bearer"
-    own = {"type": PREFIX + name, "title": title, "status": status, "detail": detail}
+    own: dict[str, Any] = {
+        "type": PREFIX + name,
+        "title": title,
+        "status": status,
+        "detail": detail,
+    }
     document = Problem.model_construct(**members | own).model_dump_json(exclude_unset=True)
     return Response(document, status_code=status, media_type=MEDIA_TYPE, headers=sent)
