@@ -41,6 +41,8 @@ class Request:
     solver: str | None = None
     any_schedule: bool = False
     """True if the first schedule that fits is wanted, at any cost."""
+    larger: PlacedSchedule | None = None
+    """With `any_schedule`: a schedule that needs little more memory, to start from."""
     progress: Callable[[Progress], None] | None = None
 
     def check_time(self) -> None:
