@@ -41,6 +41,8 @@ class Request:
     solver: str | None = None
     any_schedule: bool = False
     """True if the first schedule that fits is wanted, at any cost."""
+    larger: PlacedSchedule | None = None
+    """With `any_schedule`: a schedule that needs little more memory, to start from."""
     progress: Callable[[Progress], None] | None = None
     start: tuple[int, ...] | None = None
     """Ops in the order of a known schedule, to start from."""

@@ -28,13 +28,16 @@ from coop_plan.schemas import format_bytes
 SMALL_PROBLEM_OPS = 100
 """Ops up to which the smallest arena is searched to the last aligned byte."""
 
-COARSE_PROBES = 6
+COARSE_PROBES = 7
 """
 Probes on larger graphs, of about a plan's time each; the whole run at the end takes longer than
 with more memory. A probe that succeeds ends early, and counts as `SUCCESS_SHARE`.
 """
 
 SUCCESS_SHARE = 0.25
+
+PLAIN_PROBES = 1
+"""Probes without in-place pairs, before those with them, on larger graphs without variants."""
 
 FINE_PROBES = 64
 """Most probes on small graphs, counted likewise."""
@@ -160,7 +163,14 @@ class Task:
         plain = without_variants(self.problem) if self.method.variants else None
         if plain is not None:
             task = replace(self, problem=plain, request=self.request.part(SEARCH_SHARE))
-            found = task.smallest(lay_out_everything(plain, work=0).placed)
+            kept = lay_out_everything(plain, work=0).placed
+            search = _Interval(task, Smallest(kept.arena_bytes, keep_all_solution(kept)))
+            variants = "variants" in self.problem.beyond_recomputation
+            if search.small or variants or self.request.deadline is not None:
+                found = task.smallest(kept)
+            else:  # only pairs: the full search is that with them
+                search.narrow(PLAIN_PROBES)
+                found = search.known
             best = _smaller(best, Smallest(found.arena_bytes, self._from_plain(found.solution)))
         elif self.method.starts_from:
             request = self.request.part(SEARCH_SHARE)
@@ -205,9 +215,10 @@ class _Interval:
         self.met = start.arena_bytes
         self.found = start.solution
 
-    def narrow(self) -> None:
+    def narrow(self, most: int | None = None) -> None:
         """Probe arenas within the interval until it is small enough or the probes are used up."""
-        most = FINE_PROBES if self.small else COARSE_PROBES
+        if most is None:
+            most = FINE_PROBES if self.small else COARSE_PROBES
         task = replace(self.task, request=self.task.request.part(SEARCH_SHARE))
         guess = max(0, self.floor + self.step)
         if not self.small:  # schedules below this are rare
@@ -226,17 +237,32 @@ class _Interval:
         """Ask for any schedule within the arena; True if there is one."""
         task = replace(task, request=task.request.part(PROBE_SHARE))
         try:
-            self.found = task.solve(arena, any_schedule=True)
+            self.found = self._started(task).solve(arena, any_schedule=True)
         except DoesNotFitError as error:
             self.failed = arena
             closest = error.closest
             if closest is not None and closest.arena_bytes < self._hint:
                 self.found = Solution(closest)
+                self.met = self.known.arena_bytes
             return False
         self.met = arena
+        self.met = self.known.arena_bytes  # less on larger graphs
         if self.found.placed.arena_bytes <= self.failed:  # that failure proves nothing
             self.failed = self.floor
         return True
+
+    def _started(self, task: Task) -> Task:
+        """The task whose searches start from the schedule of least memory.
+
+        Not on small graphs, where a request for the arena found must meet it, nor with a deadline,
+        nor with variants: a schedule need not be one of other variants.
+        """
+        placed, problem = self.found.placed, task.problem
+        keeps_all = len(placed.schedule) == problem.op_count
+        variants = "variants" in problem.beyond_recomputation
+        if keeps_all or variants or self.small or task.request.deadline is not None:
+            return task
+        return replace(task, request=replace(task.request, larger=placed))
 
     @property
     def _hint(self) -> int:
@@ -257,17 +283,24 @@ class _Interval:
         mean = int(max(self.failed, self.step) ** 0.5 * high**0.5) // self.step * self.step
         return min(max(mean, self.failed + self.step), high)
 
+    @property
+    def known(self) -> Smallest:
+        """The smallest arena met.
+
+        On larger graphs, or with a deadline, a schedule is a plan even if the method does not find
+        it again when asked for its size.
+        """
+        if self.small and self.task.request.deadline is None:
+            return Smallest(self.met, self.found)
+        return Smallest(self.found.placed.arena_bytes, self.found)
+
     def improved(self) -> Smallest:
         """The smallest arena met, with the solution of a whole run of the method in it."""
-        task, known = self.task, Smallest(self.met, self.found)
+        task, known = self.task, self.known
         timed = task.request.deadline is not None
-        # On larger graphs, or with a deadline, a schedule is a plan even if the method does not
-        # find it again when asked for its size.
-        if timed or not self.small:
-            known = Smallest(self.found.placed.arena_bytes, self.found)
-        elif self.found.placed.arena_bytes < self.met:  # the method does not find it again
-            return known
         if known.solution.status == "optimal":
+            return known
+        if known.solution.placed.arena_bytes < known.arena_bytes:  # the method finds it no more
             return known
         try:
             found = task.solve(known.arena_bytes)

@@ -1,6 +1,7 @@
 """Infeasible budgets are answered by what is proved; the smallest is searched only if asked for."""
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -15,9 +16,20 @@ from coop_plan.planner import (
     plan,
 )
 from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.lifetimes import PREFETCH, RUN
 from coop_plan.planner.core.memory_bounds import budget_lower_bound
+from coop_plan.planner.keep_all import lay_out_everything
+from coop_plan.planner.method import Request
+from coop_plan.planner.search.makespan.metropolis import evaluate_sequence
+from coop_plan.planner.search.makespan.params import DEFAULTS
+from coop_plan.planner.search.makespan.sequence import (
+    new_state,
+    set_sequence,
+    to_closed_program,
+    to_sequence,
+)
 from coop_plan.planner.smallest_budget import COARSE_PROBES, Task
-from coop_plan.schemas import parse_graph
+from coop_plan.schemas import Device, parse_graph
 from tests.strategies import graphs
 from tests.support import make_graph
 
@@ -30,14 +42,19 @@ def never(*_args, **_more):
     raise AssertionError("nothing may be searched")
 
 
-def stacked(count):
-    """A chain whose results are read in reverse; bytes differ, so that layouts are not trivial."""
+def stacked(count, *, pairs=False):
+    """A chain whose results are read in reverse; bytes differ, so that layouts are not trivial.
+
+    With `pairs` gradients may share the address of the one before.
+    """
     tensors = {t: ("activation", 512 * (1 + t % 7)) for t in range(2 * count)}
     ops = [{"inputs": [t - 1] if t else [], "outputs": [t]} for t in range(count)]
     ops += [
         {"inputs": [2 * count - 1 - t, *([t - 1] if t > count else [])], "outputs": [t]}
         for t in range(count, 2 * count)
     ]
+    for t, op in enumerate(ops):
+        op["inplace"] = [[t, t - 1]] if pairs and t > count and t % 7 else []
     return make_graph(tensors, ops)
 
 
@@ -102,6 +119,52 @@ def test_the_search_takes_ten_plans_at_most(method, monkeypatch):
     assert any("smallest budget" in message for message in messages)
     monkeypatch.undo()
     assert plan(graph, made.budget_bytes, method=method).cost_us <= made.cost_us * (1 + 1e-9)
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """Each request of a search, in order."""
+    asked, solve = [], METHODS["coop-offline"].solve
+
+    def recorded(problem, request):
+        asked.append(request)
+        return solve(problem, request)
+
+    monkeypatch.setitem(METHODS, "coop-offline", replace(METHODS["coop-offline"], solve=recorded))
+    return asked
+
+
+def test_probes_of_a_larger_graph_start_from_the_least_schedule_before_one_full_search(requests):
+    """In-place pairs make no second full search."""
+    plan(stacked(55, pairs=True), "min")
+    *probes, full = requests
+    assert all(request.any_schedule for request in probes)
+    assert (full.any_schedule, full.larger) == (False, None)
+    starts = [request.larger.arena_bytes for request in requests if request.larger is not None]
+    assert starts == sorted(starts, reverse=True) != []
+
+
+def test_a_small_graph_meets_its_smallest_budget_without_a_start(requests):
+    plan(stacked(8), "min")
+    assert {request.larger for request in requests} == {None}
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_sequence_repeats_the_runs_and_prefetches_of_its_schedule(linked):
+    graph = stacked(12)
+    rate = {"h2d_bytes_per_s": 1e10, "d2h_bytes_per_s": 1e10} if linked else {}
+    problem = Problem.from_graph(graph.model_copy({"device": Device(**rate)}), 8)
+    info, kept = METHODS["coop-offline"], lay_out_everything(problem).placed
+    made = info.solve(problem, Request(int(0.6 * kept.arena_bytes))).placed.schedule
+    state = new_state(problem, to_closed_program(problem), 400, DEFAULTS.moves)
+    sequence = to_sequence(made)
+    set_sequence(state, sequence)
+    _, excess = evaluate_sequence(to_closed_program(problem), state, kept.arena_bytes, -1)
+    assert excess == 0
+    runs = sequence[sequence < problem.op_count]
+    assert runs.tolist() == made.what[made.do == RUN].tolist()
+    assert (sequence > problem.op_count).sum() == (made.do == PREFETCH).sum()
+    assert not linked or (made.do == PREFETCH).any()
 
 
 @pytest.mark.parametrize("method", ["auto", "optimal", "coop-offline", "monet", "checkmate"])

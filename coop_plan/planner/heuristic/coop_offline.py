@@ -26,6 +26,7 @@ from coop_plan.planner.online.methods import run_coop
 from coop_plan.planner.online.run import CostLimitError, OnlineRun
 from coop_plan.planner.search.compute.annealing import SequenceAnnealing
 from coop_plan.planner.search.makespan.annealing import MakespanSearch, run_parallel
+from coop_plan.planner.search.makespan.sequence import to_sequence
 
 
 class CoopOffline:
@@ -54,10 +55,12 @@ class CoopOffline:
         portfolio, request = self.portfolio, self.request
         self._offer_start()
         portfolio.sweep()
+        # With a start, the search from there counts most.
+        started = request.larger is not None
         if portfolio.best.found is None:
-            portfolio.place_unplaced()
+            portfolio.place_unplaced(1 if started else None)
         if portfolio.best.found is None and self._has_link:
-            for _ in range(self.params.short_searches):
+            for _ in range(1 if started else self.params.short_searches):
                 if self._transfer_plan is None:
                     self._search_makespan(None, request.out_of_time, any_schedule=True)
         self._find_feasible()
@@ -101,13 +104,18 @@ class CoopOffline:
         self.portfolio.place_unplaced()
 
     def _find_feasible(self) -> None:
-        """If nothing fits, search for a feasible sequence from the run with the lowest peak."""
+        """If nothing fits, search for a feasible sequence from the start or the lowest peak."""
         portfolio = self.portfolio
         found = portfolio.best.found is not None or self._transfer_plan is not None
         if found or not self._searches_sequence or self.request.out_of_time():
             return
-        run = portfolio.lowest_peak
-        ops = np.arange(self.problem.op_count) if run is None else run.run.ops
+        start, run = self.request.larger, portfolio.lowest_peak
+        if start is not None:
+            if self._has_link:  # the joint search has started from there
+                return
+            ops = to_sequence(start.schedule)
+        else:
+            ops = np.arange(self.problem.op_count) if run is None else run.run.ops
         SequenceAnnealing(portfolio, ops).find_feasible()
 
     @cached_property
@@ -172,7 +180,12 @@ class CoopOffline:
             self._transfer_plan, self._best_sequence = search.placed, search.sequence
 
     def _makespan_starts(self) -> list[Ints]:
-        """The program, the best sequences so far, and recompute plans for more than the arena."""
+        """The program, the best sequences so far, and recompute plans for more than the arena.
+
+        The request's larger schedule replaces them.
+        """
+        if self.request.larger is not None:
+            return [to_sequence(self.request.larger.schedule)]
         starts = [np.arange(self.problem.op_count)]
         if self.portfolio.best.found is not None:
             starts.append(self.portfolio.best.found.run.ops)

@@ -301,6 +301,9 @@ class CoopOfflineParams(Params):
     """Further starts of the joint search: recompute plans at these shares between arena and peak.
     """
 
+    start_divisor: Count = 3
+    """Divisor of the feasibility phase's steps if it starts from a known schedule."""
+
     short_searches: Count = 2
     """Most joint searches, by seed, for any schedule that fits if no run does."""
 

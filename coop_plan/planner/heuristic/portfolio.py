@@ -169,7 +169,10 @@ class Portfolio:
         if self.request.deadline is not None:  # time may suffice for one run only
             self.consider(self.budget(center), self.settings[0])
         rules, stride = self.best_rules(center), 1
-        for low, high in params.grid_windows:
+        windows = params.grid_windows
+        if self.request.larger is not None:
+            windows = windows[:1]  # the other searches start from there
+        for low, high in windows:
             for step in range(center + high, center + low, -stride):
                 for number in rules:
                     self.consider(self.budget(step), self.settings[number])

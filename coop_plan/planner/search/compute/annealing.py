@@ -129,13 +129,16 @@ class SequenceAnnealing:
         set_sequence(state, self.feasible)
         penalty = params.feasibility_penalty * self.portfolio.problem.base_cost_us
         steps = min(params.feasibility_steps, params.feasibility_steps_per_event * events)
+        most_layouts = params.feasibility_layouts
+        if self.portfolio.request.larger is not None:
+            steps, most_layouts = steps // self.portfolio.params.start_divisor, 1
         layouts = stalled = 0
         least_excess = math.inf
         for _ in range(params.feasibility_chunks):
             _, excess = self._search(-(-steps // params.feasibility_chunks), 0.0, penalty)
             if excess == 0:
                 layouts += 1
-                if self._place(WORK) or layouts == params.feasibility_layouts:
+                if self._place(WORK) or layouts == most_layouts:
                     return
             stalled = 0 if excess < least_excess or excess == 0 else stalled + 1
             least_excess = min(least_excess, excess)

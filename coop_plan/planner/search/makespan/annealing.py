@@ -196,7 +196,7 @@ class MakespanSearch:
         set_sequence(self.state, sequence)
         evaluate_sequence(self.program, self.state, int(self.capacity), self.host)
         schedule = Schedule.of_events(problem, *to_events(self.state))
-        if schedule.cost_us >= self.cost_us:
+        if schedule.cost_us >= self.cost_us or not schedule.fits(arena):
             return
         layout = lay_out(schedule, arena, work=0)
         if layout.placed.arena_bytes > arena:

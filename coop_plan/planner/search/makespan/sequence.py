@@ -25,6 +25,7 @@ from coop_plan.planner.core.arrays import (
 )
 from coop_plan.planner.core.lifetimes import OFFLOAD, PREFETCH, RUN, WAIT
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.search.compute import columns as c
 from coop_plan.planner.search.compute import sequence
 from coop_plan.planner.search.compute.params import MoveParams
@@ -142,6 +143,15 @@ def set_sequence(state: MakespanState, events: Ints) -> None:
 def current_sequence(state: MakespanState) -> Ints:
     """Copy of the stored sequence."""
     return sequence.current_sequence(state.search)
+
+
+def to_sequence(schedule: Schedule) -> Ints:
+    """Sequence of a schedule: its runs, with a prefetch marker at the start of each prefetch."""
+    op_of = np.array([variant.op for variant in schedule.problem.variants], dtype=np.int64)
+    runs = schedule.do == RUN
+    codes = schedule.what + schedule.problem.op_count + 1
+    codes[runs] = op_of[schedule.what[runs]]
+    return codes[runs | (schedule.do == PREFETCH)]
 
 
 def to_events(state: MakespanState) -> tuple[Ints, Ints]:
