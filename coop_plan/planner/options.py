@@ -72,8 +72,8 @@ class PlanOptions(Model, frozen=True, kw_only=True):
     smallest: Annotated[
         bool,
         Meta(
-            description="If the budget cannot be met, search the smallest one that can be, in about"
-            " ten plans' time, for the answer."
+            description="If the budget cannot be met, search the smallest one that can be for the"
+            " answer, which takes several plans' time."
         ),
     ] = False
     solver: Annotated[

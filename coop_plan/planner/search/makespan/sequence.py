@@ -151,7 +151,8 @@ def to_sequence(schedule: Schedule) -> Ints:
     runs = schedule.do == RUN
     codes = schedule.what + schedule.problem.op_count + 1
     codes[runs] = op_of[schedule.what[runs]]
-    return codes[runs | (schedule.do == PREFETCH)]
+    kept: Ints = codes[runs | (schedule.do == PREFETCH)]
+    return kept
 
 
 def to_events(state: MakespanState) -> tuple[Ints, Ints]:
