@@ -394,7 +394,7 @@ def test_an_unknown_solver_is_named():
 
 def test_a_missing_package_is_named_with_its_extra():
     """One sentence that says what to install."""
-    with pytest.raises(InvalidInputError, match=r"coop-plan\[exact\]"):
+    with pytest.raises(InvalidInputError, match=r"pip install '\.\[exact\]'"):
         require("a_package_that_does_not_exist")
 
 
