@@ -193,9 +193,10 @@ def test_checkmate_and_intervals_agree_with_exhaustive_search(
     best, program = cheapest(problem, arena), Program.of(problem)
     _, schedule = schedule_intervals(process, program, arena, time.monotonic() + SECONDS, copies=3)
     if schedule is not None:
-        placed, _ = lay_out(program.versions.to_original(schedule))
-        check(problem, placed, best)
-        assert placed.schedule.live_bytes().max(initial=0) <= arena
+        original = program.versions.to_original(schedule)
+        check(problem, lay_out(original)[0], best)
+        # A layout may leave out pairs with a smaller output, and take more.
+        assert original.live_bytes().max(initial=0) <= arena
     staged = cheapest(problem, arena, staged=True)
     found = cost_of(solve_checkmate, problem, arena)
     if found is not None:
