@@ -40,9 +40,9 @@ SLOW := any_order_that_reads
 test-fast: $(READY) ## Run the tests of an edit: schemas, verifier, service, small plans
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' -k 'not $(SLOW)' $(FAST)
 
-# The tests that another PyTorch breaks first: its private names, training steps, the frameworks' loops.
+# The tests that another PyTorch breaks first: its private names and training steps.
 # They keep CI below an hour; RANGE=tests/runtime has all of them.
-RANGE := $(addprefix tests/runtime/test_,torch_internals.py training.py integrations.py)
+RANGE := $(addprefix tests/runtime/test_,torch_internals.py training.py)
 
 test-oldest: $(OLDEST)/.ready ## Run tests of the runtime with the oldest PyTorch that is supported
 	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile $(RANGE)
