@@ -218,7 +218,7 @@ def test_fifty_thousand_buffers_are_drawn_and_found(page, tmp_path):
     }""")
     assert 0.039 < painted < 0.2
     box = page.locator("canvas").first.bounding_box()
-    # 4 to 7 ms alone; a busy machine's other work takes its caches.
+    # 6.0, 6.1 and 8.3 ms alone; other work of a busy machine takes its caches.
     assert min(frame_ms(page) for _ in range(3)) < 16
     page.evaluate("document.querySelector('canvas').map.set({ window: [1000, 2000] })")
     page.mouse.move(box["x"] + 500, box["y"] + 200)
