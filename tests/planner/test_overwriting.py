@@ -195,7 +195,7 @@ def test_checkmate_and_intervals_agree_with_exhaustive_search(
     if schedule is not None:
         original = program.versions.to_original(schedule)
         check(problem, lay_out(original)[0], best)
-        # A layout may leave out pairs with a smaller output, and take more.
+        # A layout may need more: the block of a smaller output stays as large as its first buffer.
         assert original.live_bytes().max(initial=0) <= arena
     staged = cheapest(problem, arena, staged=True)
     found = cost_of(solve_checkmate, problem, arena)
