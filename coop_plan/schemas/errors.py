@@ -1,4 +1,4 @@
-"""`InvalidInputError`, the one error for invalid user input."""
+"""`InvalidInputError`, the one error for invalid user input, and the text of a missing package."""
 
 
 class InvalidInputError(ValueError):
@@ -16,3 +16,8 @@ class InvalidInputError(ValueError):
         self.source = source
         place = f"{source}{'#' if source and pointer else ''}{pointer}"
         super().__init__(f"{place}: {message}" if place else message)
+
+
+def missing_package(user: str, package: str | None, extra: str) -> str:
+    """The message that `user` needs a package, with the command that installs its extra."""
+    return f"{user} needs {package}: pip install '.[{extra}]' in a clone of coop-plan"

@@ -104,7 +104,9 @@ def fail_without_torch(command: str, error: ModuleNotFoundError | None = None) -
     """End the command, which needs PyTorch; an error of another module is raised."""
     if error is not None and error.name != "torch":
         raise error
-    fail(f"{command} needs PyTorch: pip install '.[torch]' in a clone of coop-plan", EXIT_ERROR)
+    from coop_plan.schemas.errors import missing_package
+
+    fail(missing_package(command, "PyTorch", "torch"), EXIT_ERROR)
 
 
 @click.command(short_help="Measure this machine's device into a device file.")

@@ -159,10 +159,9 @@ def _request(server: str, graph: "Graph", options: "PlanOptions") -> "Plan":
         from coop_plan.client.client import Client
         from coop_plan.client.protocol import ServerError
     except ModuleNotFoundError as error:
-        fail(
-            f"--server needs {error.name}: pip install '.[client]' in a clone of coop-plan",
-            EXIT_ERROR,
-        )
+        from coop_plan.schemas.errors import missing_package
+
+        fail(missing_package("--server", error.name, "client"), EXIT_ERROR)
     try:
         with Client(server) as client:
             return client.plan(graph, options)

@@ -20,8 +20,10 @@ _COLOURS = ("#5b8fd6", "#b9a227", "#e07b39", "#8a5bb5", "#c25b8e", "#9aa3ad", "#
 """By kind, as the page has them (web/palette.js)."""
 
 WIDTH, HEIGHT = 1200, 700
-TICKS = 8  # at most, on the axis of addresses
 """Of the picture, in pixels."""
+
+TICKS = 8
+"""Most ticks on the axis of addresses."""
 
 
 def check_drawable(target: str | None) -> None:
@@ -40,7 +42,9 @@ def check_drawable(target: str | None) -> None:
         try:
             import matplotlib  # noqa: F401
         except ModuleNotFoundError:
-            message = f"a {kind} needs matplotlib: pip install '.[plot]' in a clone of coop-plan"
+            from coop_plan.schemas.errors import missing_package
+
+            message = missing_package(f"a {kind}", "matplotlib", "plot")
             raise OutputError(message) from None
 
 

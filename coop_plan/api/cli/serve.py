@@ -86,9 +86,9 @@ def serve(
         from coop_plan.api.service.plan_service import ServiceSettings
         from coop_plan.api.service.tokens import TokenFile
     except ModuleNotFoundError as error:
-        fail(
-            f"serve needs {error.name}: pip install '.[server]' in a clone of coop-plan", EXIT_ERROR
-        )
+        from coop_plan.schemas.errors import missing_package
+
+        fail(missing_package("serve", error.name, "server"), EXIT_ERROR)
     if tokens is None and not is_loopback(host):
         raise click.UsageError(
             f"--host {host} is reachable from other machines: give --tokens FILE"

@@ -137,10 +137,9 @@ def check_broker(broker: str, store: str) -> None:
     try:
         import coop_plan.api.cluster.celery_queue  # noqa: F401 - fails if Celery is missing
     except ModuleNotFoundError as error:
-        fail(
-            f"--broker needs {error.name}: pip install '.[cluster]' in a clone of coop-plan",
-            EXIT_ERROR,
-        )
+        from coop_plan.schemas.errors import missing_package
+
+        fail(missing_package("--broker", error.name, "cluster"), EXIT_ERROR)
 
 
 def read_secret(path: Path) -> bytes:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from coop_plan.planner.plan_cache.store import PlanStore, SqliteStore, StoreError, without_password
+from coop_plan.schemas.errors import missing_package
 
 SCHEMES = ("redis://", "rediss://", "unix://")
 
@@ -25,8 +26,6 @@ def open_store(address: str, secret: bytes, max_bytes: int = 1 << 30) -> PlanSto
     try:
         from coop_plan.planner.plan_cache.redis_store import RedisStore
     except ModuleNotFoundError as error:
-        place = without_password(address)
-        install = "pip install '.[cluster]' in a clone of coop-plan"
-        message = f"plan store {place} needs {error.name}: {install}"
-        raise StoreError(message) from None
+        place = f"plan store {without_password(address)}"
+        raise StoreError(missing_package(place, error.name, "cluster")) from None
     return RedisStore(address, secret=secret)

@@ -15,6 +15,7 @@ from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.errors import OptionsError, PlanServerError
 from coop_plan.runtime.options import Options
 from coop_plan.schemas import Graph, Plan, format_bytes
+from coop_plan.schemas.errors import missing_package
 
 log = logging.getLogger("coop-plan")
 
@@ -130,10 +131,7 @@ def _from_server(
         from coop_plan.client.client import PATIENCE_SECONDS, Client
         from coop_plan.client.protocol import ServerAwayError, ServerError
     except ModuleNotFoundError as error:
-        message = (
-            f"option 'server' needs {error.name}: pip install '.[client]' in a clone of coop-plan"
-        )
-        raise OptionsError(message) from None
+        raise OptionsError(missing_package("option 'server'", error.name, "client")) from None
     away = server in _away
     _away.discard(server)
     try:

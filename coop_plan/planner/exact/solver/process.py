@@ -31,6 +31,7 @@ from coop_plan.planner.exact.solver.jobs import (
     SolvePulp,
 )
 from coop_plan.schemas import InvalidInputError
+from coop_plan.schemas.errors import missing_package
 
 A = TypeVar("A")
 
@@ -46,10 +47,7 @@ def require(package: str) -> None:
         MissingSolverError: it is not; the message names the extra to install.
     """
     if importlib.util.find_spec(package) is None:
-        raise MissingSolverError(
-            f"exact planning needs {package}: pip install '.[exact]' in a clone of coop-plan",
-            "/method",
-        )
+        raise MissingSolverError(missing_package("exact planning", package, "exact"), "/method")
 
 
 class SolverError(RuntimeError):
