@@ -2,8 +2,6 @@
 
 import msgspec
 
-PARTS = ("weights", "gradients", "states", "activations", "update", "other")
-
 
 class EagerParts(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes at one moment of an iteration.
@@ -27,7 +25,7 @@ class EagerParts(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total(self) -> int:
         """All bytes."""
-        return sum(getattr(self, part) for part in PARTS)
+        return sum(getattr(self, part) for part in self.__struct_fields__)
 
     def plus(self, **more: int) -> "EagerParts":
         """These parts with more bytes of some."""

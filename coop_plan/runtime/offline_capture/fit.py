@@ -1,6 +1,7 @@
 """`coop_plan.fit`: memory of a training step on absent devices, in eager PyTorch and planned."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from coop_plan.planner import Progress
@@ -63,26 +64,25 @@ def fit(
     spec = optimizer and OptimizerSpec(name=optimizer, masters=masters, update=update)
     question = {"batch": batch, "optimizer": optimizer, "masters": masters, "update": update}
     with fake_device.OfflineCapture() as captures:
+
+        def capture(
+            name: str, there: device_files.DeviceSpec, number: int, eager: bool
+        ) -> fake_device.Captured:
+            work = Work()
+            work.report(Progress(f"{name}: capturing at batch {number}"))
+            request = fake_device.CaptureRequest(
+                target=target, spec=there, batch=number, optimizer=spec or None, eager=eager
+            )
+            found = captures.capture(request)
+            work.report(Progress(f"{name}: planning at batch {number}"))
+            return found
+
         for name in devices:
-
-            def capture(number: int, eager: bool, name: str = name) -> fake_device.Captured:
-                work = Work()
-                work.report(Progress(f"{name}: capturing at batch {number}"))
-                request = fake_device.CaptureRequest(
-                    target=target,
-                    spec=device_files.device(name),
-                    batch=number,
-                    optimizer=spec or None,
-                    eager=eager,
-                )
-                found = captures.capture(request)
-                work.report(Progress(f"{name}: planning at batch {number}"))
-                return found
-
             row = {"device": name, **question, "margin": margin, **dict.fromkeys(UNKNOWN)}
             row |= {"largest": {}, "error": None, "invalid": False}
             try:
-                row |= _figures_on(device_files.device(name), capture, batch, margin, batches)
+                there = device_files.device(name)
+                row |= _figures_on(there, partial(capture, name, there), batch, margin, batches)
             except (InvalidInputError, RuntimeRefusalError) as error:
                 row |= {"error": str(error), "invalid": isinstance(error, InvalidInputError)}
             yield row

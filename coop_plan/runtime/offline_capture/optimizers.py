@@ -20,16 +20,25 @@ FLOAT32_BELOW = 4096
 """Parameters of fewer elements have float32 states (bitsandbytes, `min_8bit_size`)."""
 
 
-class Lion(Optimizer):
-    """The memory of Lion (Chen et al., 2023, program 1): one buffer, one temporary a parameter."""
+class _WithoutOptions(Optimizer):
+    """Optimizer that has no options."""
 
     def __init__(self, parameters: Parameters) -> None:
         super().__init__(parameters, {})
 
+    def with_gradients(self) -> list[Any]:
+        """The parameters that have a gradient."""
+        given = [p for group in self.param_groups for p in group["params"]]
+        return [parameter for parameter in given if parameter.grad is not None]
+
+
+class Lion(_WithoutOptions):
+    """The memory of Lion (Chen et al., 2023, program 1): one buffer, one temporary a parameter."""
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update the parameters that have a gradient."""
-        for parameter in _with_gradients(self):
+        for parameter in self.with_gradients():
             state = self.state[parameter]
             if not state:
                 state["exp_avg"] = torch.zeros_like(parameter)
@@ -38,16 +47,13 @@ class Lion(Optimizer):
             state["exp_avg"].lerp_(parameter.grad, 0.01)
 
 
-class AdamW8bit(Optimizer):
+class AdamW8bit(_WithoutOptions):
     """The memory of bitsandbytes' `AdamW8bit`: two bytes an element and scales; no temporaries."""
-
-    def __init__(self, parameters: Parameters) -> None:
-        super().__init__(parameters, {})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Make the states of parameters that have a gradient."""
-        for parameter in _with_gradients(self):
+        for parameter in self.with_gradients():
             state = self.state[parameter]
             count = parameter.numel()
             for moment in () if state else ("state1", "state2"):
@@ -67,11 +73,6 @@ class _OnesForValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return 1.0 if func is TENSOR_ITEM else func(*args, **(kwargs or {}))
-
-
-def _with_gradients(optimizer: Optimizer) -> list[Any]:
-    given = [p for group in optimizer.param_groups for p in group["params"]]
-    return [parameter for parameter in given if parameter.grad is not None]
 
 
 def _adamw(parameters: Parameters, **options: Any) -> list[Optimizer]:
