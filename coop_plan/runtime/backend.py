@@ -10,9 +10,12 @@ import torch
 from torch import fx
 
 from coop_plan.planner import InfeasibleBudgetError
+from coop_plan.planner.progress import log_duration
 from coop_plan.runtime import unplanned_calls
 from coop_plan.runtime.capture.cost_scaling import use_costs
 from coop_plan.runtime.capture.joint_graph import Captured, capture_joint
+from coop_plan.runtime.capture.kept_trace import Joint, KeptTrace
+from coop_plan.runtime.capture.sized_numbers import Numbers
 from coop_plan.runtime.capture.tracing_rules import as_eager
 from coop_plan.runtime.distributed.collectives import group_of
 from coop_plan.runtime.distributed.sharing import shared_costs
@@ -20,16 +23,17 @@ from coop_plan.runtime.dynamic_shapes.dispatch import AllSizes
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.dynamic_shapes.specialize import (
     SIGNATURE,
-    AtSizes,
+    AtNumbers,
     ByShape,
     CallState,
+    ForAllSizes,
     call_state,
     function_of,
     is_symbolic,
     keep_recompiling,
     shape_of,
 )
-from coop_plan.runtime.dynamic_shapes.symbolic_trace import Trace, signature
+from coop_plan.runtime.dynamic_shapes.symbolic_trace import signature
 from coop_plan.runtime.execute.arena_pool import ArenaPools, arena_pools_of, release_idle
 from coop_plan.runtime.execute.find_plan import plan_for
 from coop_plan.runtime.execute.lower_to_fx import stubs
@@ -50,7 +54,8 @@ from coop_plan.runtime.torch_internals.dynamo import (
 )
 from coop_plan.runtime.torch_internals.dynamo_graphs import assigns_data, uses_functorch_grad
 from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed
-from coop_plan.runtime.variants.passes import VARIANT_PASSES
+from coop_plan.runtime.torch_internals.kept_traces import slot_compiler
+from coop_plan.runtime.variants.passes import PASSES_FOR_ANY_SIZES, VARIANT_PASSES
 from coop_plan.schemas import format_bytes
 
 log = logging.getLogger("coop-plan")
@@ -105,14 +110,8 @@ def coop(
             return unplanned_calls.count_unplanned(graph)
         history, varies = first.history[function], is_symbolic(gm)
         compilation = _Compilation(parsed, pools, lines, first, history, sign=varies, hooked=hooked)
-        backend = aot_autograd(
-            fw_compiler=compilation.forward,
-            bw_compiler=compilation.backward,
-            inference_compiler=_as_it_is,
-            partition_fn=compilation.partition,
-        )
         with as_eager(), use_costs(first.costs[function]):
-            compiled: Callable[..., Any] = backend(graph, inputs)
+            compiled = compilation.run(graph, inputs)
         if compilation.step is not None:
             first.shapes.setdefault(function, shape)
             if lines.breaks:
@@ -140,17 +139,30 @@ def coop(
 
     def compile_all(
         graph: fx.GraphModule, examples: Sequence[Any], inputs: Sequence[Any]
-    ) -> tuple[Trace, AtSizes]:
+    ) -> ForAllSizes:
         every = AllSizes(graph, examples, inputs)
 
-        def at_sizes(joint: fx.GraphModule) -> Callable[..., Any]:
+        def planned(joint: fx.GraphModule, *, any_sizes: bool = False) -> AtNumbers:
             of = first.history[function]
-            compilation = _Compilation(parsed, pools, lines, first, of, hooked=hooked)
+            compilation = _Compilation(
+                *(parsed, pools, lines, first, of), hooked=hooked, any_sizes=any_sizes
+            )
             with use_costs(first.costs[function]):
                 step = compilation.plan(joint, every.num_fwd_outputs, every.static_inputs)
-            return unplanned_calls.count_planned(every.calling(step), step.report, step.watch)
 
-        return every.trace, at_sizes
+            def at(numbers: Numbers) -> Callable[..., Any]:
+                run = every.calling(step, numbers)
+                return unplanned_calls.count_planned(run, step.report, step.watch)
+
+            return at
+
+        def up_to(joint: fx.GraphModule) -> AtNumbers | None:
+            try:
+                return planned(joint, any_sizes=True)
+            except InfeasibleBudgetError:
+                return None  # some variants may fit, which are exact at one size
+
+        return ForAllSizes(every.trace, lambda joint: planned(joint)(()), up_to)
 
     if first.numbers_change(function, gm, example_inputs):
         allow_symbolic_module_ints()
@@ -180,9 +192,38 @@ class _Compilation:
     history: ShapeHistory
     sign: bool = False
     hooked: bool = False
+    any_sizes: bool = False
     step: PlannedStep | None = None
     signature: list[object] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
+    trace: KeptTrace | None = None
+
+    def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """AOTAutograd's function for a static graph, traced now or in an earlier start."""
+        trace = KeptTrace(graph, inputs)
+        if self.sign or not trace.can_be_kept:
+            return self._traced(graph, inputs, lambda compiler: compiler)
+        self.trace = trace
+        with trace.lookup():
+            compiled = self._traced(graph, inputs, slot_compiler)
+        self.trace = None
+        if trace.found is not None and trace.slots is not None:
+            forward, backward = trace.slots
+            step = self.plan(*trace.found)
+            forward.run, backward.run = step.forward(), step.backward()
+        return compiled
+
+    def _traced(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], compiler: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        backend = aot_autograd(
+            fw_compiler=compiler(self.forward),
+            bw_compiler=compiler(self.backward),
+            inference_compiler=compiler(_as_it_is),
+            partition_fn=self.partition,
+        )
+        compiled: Callable[..., Any] = backend(graph, inputs)
+        return compiled
 
     def partition(
         self,
@@ -193,9 +234,12 @@ class _Compilation:
         static_lifetime_input_indices: list[int] | None = None,
         **_: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        static = static_lifetime_input_indices or ()
         if self.sign:
             self.signature = signature(joint)
-        captured = self._capture(joint, num_fwd_outputs, static_lifetime_input_indices or ())
+        if self.trace is not None:
+            self.trace.traced(Joint(joint, num_fwd_outputs, static))
+        captured = self._capture(joint, num_fwd_outputs, static)
         return stubs(captured.module, captured.output_args, num_fwd_outputs)
 
     def plan(
@@ -204,14 +248,16 @@ class _Compilation:
         """The planned step of a static joint graph."""
         self._capture(joint, num_fwd_outputs, static_inputs)
         assert self.step is not None
-        self.step.report.compile_seconds = time.perf_counter() - self.began
+        self._compiled(self.step)
         return self.step
 
     def _capture(
         self, joint: fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int]
     ) -> Captured:
-        variants = VARIANT_PASSES if self.options.variants else None
+        passes = PASSES_FOR_ANY_SIZES if self.any_sizes else VARIANT_PASSES
+        variants = passes if self.options.variants else None
         captured = capture_joint(joint, num_fwd_outputs, static_inputs, variants=variants)
+        captured.any_sizes = self.any_sizes
         self.step = plan_captured(
             *(captured, self.options, self.pools, self.lines, self.call, self.history),
             hooked=self.hooked,
@@ -225,8 +271,12 @@ class _Compilation:
     def backward(self, _: fx.GraphModule, __: Sequence[Any]) -> Callable[..., Any]:
         assert self.step is not None
         code = self.step.backward()
-        self.step.report.compile_seconds = time.perf_counter() - self.began
+        self._compiled(self.step)
         return code
+
+    def _compiled(self, step: PlannedStep) -> None:
+        seconds = step.report.compile_seconds = time.perf_counter() - self.began
+        log_duration(f"{step.report.name}: compiled in", seconds)
 
 
 def plan_captured(
@@ -255,7 +305,10 @@ def plan_captured(
     captured = under = replace(captured, graph=shared_costs(captured.graph))
     try:
         made, cached = plan_for(
-            captured.graph, options, raised="" if consumed else raised, history=history
+            *(captured.graph, options),
+            raised="" if consumed else raised,
+            history=history,
+            checkpoints=captured.checkpoints,
         )
     except InfeasibleBudgetError as error:
         if not consumed:
@@ -267,7 +320,12 @@ def plan_captured(
         except InfeasibleBudgetError:
             if options.plan.budget.kind == "bytes":
                 raise error from None
-            made, cached = plan_for(under.graph, options, raised=raised, history=history)
+            made, cached = plan_for(
+                *(under.graph, options),
+                raised=raised,
+                history=history,
+                checkpoints=under.checkpoints,
+            )
     report = StepReport.of(
         *(f"step {len(reports())}", under.graph, made, under.resident_in_step),
         profile_seconds=captured.profile_seconds,

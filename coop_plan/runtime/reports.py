@@ -4,6 +4,7 @@ import html
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from coop_plan.planner.inspect.buffers import replay_plan
 from coop_plan.schemas import Graph, Plan, format_bytes
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class CopySpan:
 class StepReport:
     """Figures of a compiled step; sizes in bytes.
 
-    `resident_bytes` exist before the step: parameters, buffers, inputs. `measured_overhead` is the
+    `resident_bytes` exist before the step: parameters, buffers, inputs; `plan.resident_bytes` also
+    count those that are allocated in it. `measured_overhead` is the
     last step's time in recomputed ops and in waits for transfers, divided by the time in first
     runs. `outside_bytes` are its planned allocations that were not served at their address.
     """
@@ -77,7 +79,7 @@ class StepReport:
     compile_seconds: float = 0.0
     """From Dynamo's graph to a planned step, with AOTAutograd's tracing, profiling and planning."""
     last_step_us: float | None = None
-    """Time in the ops of the last step, forward and backward, µs. On CUDA, this and
+    """CPU time in the ops of the last step, forward and backward, µs. On CUDA, this and
     `measured_overhead` are device times of the last step that had finished when another began; the
     first steps are timed there, and some later ones."""
 
@@ -95,6 +97,17 @@ class StepReport:
         if self.last_step_us is None:
             return None
         return self.last_step_us + self.measured_offload_stall_us + self.measured_prefetch_stall_us
+
+    @property
+    def peak_moment(self) -> int:
+        """Step of the plan at which its peak is first reached, as in `explain` and in the map."""
+        return replay_plan(self.graph, self.plan).peak
+
+    @property
+    def peak_parts(self) -> tuple[int, int, int]:
+        """Parts of `peak_bytes`: the plan's residents, its arena, and the outputs outside it."""
+        resident, arena = self.plan.resident_bytes, self.plan.arena_bytes
+        return resident, arena, self.peak_bytes - resident - arena
 
     def show(self) -> None:
         """Print a table of planned and measured figures; a notebook draws the memory map, too."""
@@ -145,15 +158,14 @@ class StepReport:
         """Rows of name, planned and measured figure; empty text stands for no figure."""
         overhead = self.measured_overhead
         makespan = self.measured_makespan_us
+        resident, arena, outputs = map(format_bytes, self.peak_parts)
         return [
             ("budget", format_bytes(self.budget_bytes), ""),
             ("peak", format_bytes(self.peak_bytes), format_bytes(self.measured_peak_bytes)),
-            (
-                "arena",
-                format_bytes(self.planned_arena_bytes),
-                format_bytes(self.measured_arena_bytes),
-            ),
-            ("resident", format_bytes(self.resident_bytes), ""),
+            ("  first at step", str(self.peak_moment), ""),
+            ("  resident", resident, ""),
+            ("  arena", arena, format_bytes(self.measured_arena_bytes)),
+            ("  outputs", outputs, ""),
             ("outside the plan", "", format_bytes(self.outside_bytes)),
             (
                 "overhead",

@@ -49,3 +49,13 @@ def cache(clean_slate):
     built = build.Path(build.arena().__file__).parent
     (folder / built.name).symlink_to(built)
     return folder
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()

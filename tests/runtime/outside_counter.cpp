@@ -29,6 +29,7 @@ auto& mappings = *new std::map<char*, Mapping>();
 long allocated = 0;
 long peak = 0;
 long mappings_at_peak = 0;
+thread_local bool inside = false;  // a change of the table frees memory of its own
 
 template <typename F>
 F next(const char* name) {
@@ -72,7 +73,9 @@ int posix_memalign(void** found, size_t alignment, size_t size) {
   const int failed = real(found, alignment, size);
   if (!failed && called_from(__builtin_return_address(0), "libc10.so")) {
     std::lock_guard<std::recursive_mutex> lock(mutex);
+    inside = true;
     blocks[*found] = size;
+    inside = false;
     allocated += static_cast<long>(size);
   }
   return failed;
@@ -80,7 +83,6 @@ int posix_memalign(void** found, size_t alignment, size_t size) {
 
 void free(void* pointer) {
   static const auto real = next<void (*)(void*)>("free");
-  thread_local bool inside = false;  // the table's own memory
   if (pointer != nullptr && !inside) {
     inside = true;
     std::lock_guard<std::recursive_mutex> lock(mutex);

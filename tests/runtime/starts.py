@@ -5,6 +5,7 @@
 prints the figures of a start for each budget as JSON.
 """
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -14,7 +15,18 @@ import torch
 from torch import nn
 
 from coop_plan import runtime
-from coop_plan.runtime.capture import profiler
+from coop_plan.runtime.capture import profiler, tracing_rules
+
+
+@contextlib.contextmanager
+def traced_ops():
+    """A list that grows by each op that AOTAutograd traces."""
+    found, see = [], tracing_rules._restride_as_eager
+    tracing_rules._restride_as_eager = lambda op, args: (found.append(op), see(op, args))
+    try:
+        yield found
+    finally:
+        tracing_rules._restride_as_eager = see
 
 
 def start(budget="80%", **options):
@@ -57,6 +69,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     facts = []
     for budget in sys.argv[1:]:
-        report, loss = start(budget)
-        facts.append([report.profiled_ops, report.plan_cached, loss])
+        with traced_ops() as traced:
+            report, loss = start(budget)
+        facts.append([report.profiled_ops, report.plan_cached, loss, len(traced)])
     print(json.dumps(facts))  # noqa: T201

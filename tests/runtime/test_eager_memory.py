@@ -106,6 +106,15 @@ def test_temporaries_of_each_optimizer(optimizer, update):
     )
 
 
+@pytest.mark.parametrize("update", ["plain", "foreach"])
+def test_an_average_is_kept_beside_the_states(update):
+    found = counted(layers, "adamw", update=update, ema=True)
+    without = counted(layers, "adamw", update=update)
+    assert found.step.states == pytest.approx(1.5 * without.step.states, rel=0.01)
+    peak = measured(layers, "adamw", update=update, ema=True)[1]
+    assert found.update.total == pytest.approx(peak, rel=0.01)
+
+
 def test_masters_are_weights_and_their_gradients_temporaries():
     found = counted(MAKERS["bfloat16"], "adamw", masters=True, update="foreach")
     weights = counted(MAKERS["bfloat16"]).step.weights

@@ -387,17 +387,19 @@ def test_what_is_broadcast_is_read_once():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "masters", "each"),
+    ("optimizer", "kept", "each"),
     [
-        ("sgd", False, 0),
-        ("momentum", False, 2),
-        ("adamw", True, 12),
-        ("sgd", True, 4),
-        ("lion", False, 2),
-        ("adamw8bit", False, 8),
+        ("sgd", (), 0),
+        ("momentum", (), 2),
+        ("adamw", ("masters",), 12),
+        ("sgd", ("masters",), 4),
+        ("sgd", ("ema",), 2),
+        ("adamw", ("masters", "ema"), 16),
+        ("lion", (), 2),
+        ("adamw8bit", (), 8),
     ],
 )
-def test_an_optimizers_state(optimizer, masters, each):
+def test_an_optimizers_state(optimizer, kept, each):
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -409,7 +411,7 @@ def test_an_optimizers_state(optimizer, masters, each):
 
     with FakeTensorMode():
         model, x = Model(), torch.ones(8)
-    spec = OptimizerSpec(name=optimizer, masters=masters)
+    spec = OptimizerSpec(name=optimizer, **dict.fromkeys(kept, True))
     graph = capture(model, [x], model=Roofline(CPU), optimizer=spec)
     assert graph.tensors[-1].bytes == 8 * each
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -431,29 +432,35 @@ def test_blocks_are_right_whatever_comes_between(budget):
 
 
 def test_what_a_process_groups_threads_may_still_hold_has_room(monkeypatch):
-    """Twice the largest that was there between the graphs, and a share of it.
+    """The buffers of two collectives, beside the parameters that are gathered for two halves.
 
-    Which buffers they hold differs each time.
+    Each has the parameters of a call, of this rank and of all.
     """
-    size = 1 << 20
-    between = []
-    for group in (None, "group of all"):
-        monkeypatch.setattr(joint_plan, "world_group", lambda group=group: group)
-        monkeypatch.setattr(recorder, "world_size", lambda: 4)
-        torch._dynamo.reset()
-        runtime.clear_reports()
-        blocks = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)])
-        for block in blocks:
-            block.compile(backend="coop", options={"budget": "100%"})
-        for x, _ in data(6):
-            blocks.zero_grad()
-            h = blocks[0](x)
-            torch.empty(size, dtype=torch.uint8)
-            blocks[1](h).square().mean().backward()
-        (report,) = iterations()
-        assert report.measured_peak_bytes <= report.budget_bytes
-        between += [t.bytes for t in report.graph.tensors if t.name == "between"]
-    assert between[1] - between[0] == 2 * (size + size // 4)
+    plan_jointly, found = recorder.plan_jointly, []
+    monkeypatch.setattr(joint_plan, "world_size", lambda: 4)
+
+    def plan_with(calls, *rest, **options):
+        made = [
+            plan_jointly([replace(call, lent=lent) for call in calls], *rest, **options)
+            for lent in ((0, 1), ())
+        ]
+        between = [
+            sum(t.bytes for t in plan.report.graph.tensors if t.name == "between") for plan in made
+        ]
+        found.append((between, [sum(joint_plan.input_bytes(c)[p] for p in (0, 1)) for c in calls]))
+        return made[1]
+
+    monkeypatch.setattr(recorder, "plan_jointly", plan_with)
+    blocks = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)])
+    for block in blocks:
+        block.compile(backend="coop", options={"budget": "100%"})
+    for x, _ in data(3):
+        blocks.zero_grad()
+        blocks(x).square().mean().backward()
+    (lent, without), gathered = found[0]
+    size = (16 * 16 + 16) * 4
+    assert gathered == [size, size]
+    assert lent - without == 2 * size + 2 * (size + size // 4)
 
 
 def test_a_reset_of_dynamo_gives_idle_memory_back():
@@ -465,6 +472,8 @@ def test_a_reset_of_dynamo_gives_idle_memory_back():
         torch._dynamo.graph_break()
         return torch.tanh(second(x)).square().mean()
 
+    torch._dynamo.reset()
+    gc.collect()  # what earlier tests left is not given back between the two readings
     compiled = torch.compile(step, backend="coop", options={"budget": "100%"})
     before = process_bytes()[0]
     for _ in range(4):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from coop_plan import runtime
+from coop_plan.runtime.capture import profiler
 
 
 class Between(nn.Module):
@@ -225,3 +226,17 @@ def test_a_matrix_without_a_factorization_is_eagers_error():
 def test_a_sparse_gradient_is_refused():
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="with sparse=False"):
         compiled(nn.Embedding(8, 4, sparse=True))(torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    "shapes", [((24, 16), (3, 16, 8)), ((3, 8, 16), (16, 24)), ((8, 24), (24, 16))]
+)
+def test_groups_of_a_grouped_product_are_timed_with_rows_in_them(shapes):
+    """Group ends of zero are valid, but leave an expert's product without work."""
+    matrices = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+    ends = torch.empty(3, dtype=torch.int32)
+    product = torch.ops.aten._grouped_mm.default
+    for given, named in (([*matrices, ends], {}), (matrices, {"offs": ends})):
+        made, named = profiler.synthetic_arguments(product, given, named)
+        assert (named or {"offs": made[-1]})["offs"].tolist() == [8, 16, 24]
+        assert all(map(torch.count_nonzero, product(*made, **named)))

@@ -3,11 +3,13 @@
 import operator
 import resource
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from coop_plan.runtime import reports
+from coop_plan.runtime.capture.sized_numbers import sized
 from coop_plan.runtime.execute.straight_line import straight_line
 
 OPS = 200
@@ -80,6 +82,19 @@ def test_values_die_at_their_last_use_and_leave_their_slot():
     assert first.tolist() == [3, 3]
     assert last.tolist() == [24, 24]
     assert box == [None, None, None]
+
+
+def test_numbers_of_sizes_are_read_from_the_invocation():
+    graph = torch.fx.Graph()
+    graph.placeholder("invocation")
+    x = graph.placeholder("x")
+    rows = graph.call_function(torch.ops.aten.view.default, (x, [sized(2, 1), -1]))
+    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (rows, sized(0.5, 0))),))
+    half = straight_line(graph, torch.fx.GraphModule({}, torch.fx.Graph()))
+    for numbers in ((0.5, 2), (3.0, 4)):
+        x = torch.arange(8.0)
+        (made,) = half(SimpleNamespace(numbers=numbers), [x])
+        assert torch.equal(made, x.view(numbers[1], -1) * numbers[0])
 
 
 def test_arguments_of_all_kinds():

@@ -7,7 +7,7 @@ import torch
 
 from coop_plan.planner import plan
 from coop_plan.runtime import CaptureError
-from coop_plan.runtime.offline_capture.target import capture, capture_target
+from coop_plan.runtime.offline_capture.target import capture, capture_target, load_target
 from coop_plan.schemas import InvalidInputError
 
 SOURCE = """
@@ -53,6 +53,7 @@ def calls_backward():
 def ends(): sys.exit(0)
 def sized(batch): return (lambda x: model(x).sum()), (torch.randn(batch, 32),)
 def other(a, batch=1): return good()
+def long(batch, length=8): return (lambda x: model(x).sum()), (torch.randn(batch, length, 32),)
 @functools.lru_cache
 def power(): return 2
 def cached(): return (lambda x: (model(x) ** power()).sum()), (torch.randn(64, 32),)
@@ -87,7 +88,7 @@ def test_a_step_is_captured_with_its_facts(user_module):
         ("{}:not_a_pair", "must return a callable"),
         ("{}:raises", "user_steps.py, line .: ZeroDivisionError"),
         ("{}:ends", "ended in .*user_steps.py, line 41: SystemExit: 0"),
-        ("{}:ranks", "line 47: ValueError: .*; a capture is of one process: leave out DDP"),
+        ("{}:ranks", "line 48: ValueError: .*; a capture is of one process: leave out DDP"),
         ("{}:sized", r"required argument: 'batch' \(--batch N\)"),
         ("{}:other", "cannot be called: missing a required argument: 'a'"),
     ],
@@ -95,6 +96,16 @@ def test_a_step_is_captured_with_its_facts(user_module):
 def test_a_wrong_target_is_named(user_module, spec, said):
     with pytest.raises(InvalidInputError, match=said):
         capture_target(spec.format(user_module))
+
+
+def test_batch_and_length_are_arguments_of_the_function(user_module):
+    for given, shape in (((2,), (2, 8, 32)), ((2, 3), (2, 3, 32))):
+        _, (x,) = load_target(f"{user_module}:long", *given)
+        assert x.shape == shape
+    with pytest.raises(InvalidInputError, match=r"no argument 'length'.* sized\(length=\.\.\.\)"):
+        load_target(f"{user_module}:sized", 2, 3)
+    with pytest.raises(InvalidInputError, match=r"'batch' \(--batch N\)"):
+        load_target(f"{user_module}:long", None, 3)
 
 
 @pytest.mark.parametrize(

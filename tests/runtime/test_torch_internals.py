@@ -7,6 +7,7 @@ import ast
 import contextlib
 import ctypes
 import inspect
+import pickle
 import re
 import threading
 import tomllib
@@ -41,6 +42,7 @@ with assumed("the names that runtime/torch_internals imports"):
         dynamo_graphs,
         fakes,
         joint_graphs,
+        kept_traces,
         ops,
         ranks,
         tracing,
@@ -124,6 +126,73 @@ def test_the_range_is_pyprojects(caplog, monkeypatch):
         monkeypatch.setattr(torch, "__version__", version)
         torch_internals.warn_of_version()
         assert f"PyTorch {version} was not tested" in caplog.text
+
+
+# AOTAutograd's cache
+
+
+def test_aotautograds_entries_can_be_kept_elsewhere():
+    compiled, asked, entries = [], [], []
+
+    def find(key, inputs):
+        asked.append((key, [isinstance(value, fakes.FakeTensor) for value in inputs]))
+        return next(iter(entries), None)
+
+    def save(entry):
+        entries.append(pickle.loads(pickle.dumps(entry)))
+
+    def compiler(module, inputs):
+        compiled.append(joint_graphs.boxed(lambda args: module(*args)))
+        return compiled[-1]
+
+    def backend(gm, inputs):
+        assert kept_traces.depends_only_on_key(gm, inputs)
+        each = kept_traces.slot_compiler(compiler)
+        with kept_traces.keep_traces(kept_traces.TraceStore(find, save)):
+            return joint_graphs.aot_autograd(
+                fw_compiler=each, bw_compiler=each, inference_compiler=each
+            )(gm, inputs)
+
+    cache = torch._functorch._aot_autograd.autograd_cache
+    kept = cache.autograd_cache_key, cache.AOTAutogradCache._lookup, cache.AOTAutogradCache.save
+    x = torch.ones(3, requires_grad=True)
+    with assumed("AOTAutogradCache asks by a key that is equal for equal graphs, and saves once"):
+        for _ in range(2):
+            torch._dynamo.reset()
+            call = torch.compile(lambda x: x.sin().sum(), backend=backend)
+            if entries:
+                with pytest.raises(AssertionError):  # no code was set
+                    call(x)
+                forward, backward = kept_traces.slots_of(entries[0])
+                forward.run, backward.run = compiled
+            call(x).backward()
+        (first, fake), (second, _) = asked
+        assert first == second
+        assert fake == [True]
+        assert (len(compiled), len(entries)) == (2, 1)
+        assert torch.equal(x.grad, 2 * torch.ones(3).cos())
+    after = cache.autograd_cache_key, cache.AOTAutogradCache._lookup, cache.AOTAutogradCache.save
+    assert after == kept
+
+
+def test_a_fake_tensor_can_be_made_over_a_storage():
+    with assumed("FakeTensor(mode, meta tensor, device), which shares the storage of the latter"):
+        mode = fakes.FakeTensorMode()
+        storage = fakes.meta_storage(64)
+        with mode:
+            whole = torch.empty(8, 2, dtype=torch.complex64)
+        one, two = (
+            fakes.fake_over(storage, fakes.Layout.of(value), mode)
+            for value in (whole[:4].T, whole[2:4].conj())
+        )
+        assert one.shape == (2, 4)
+        assert one.stride() == (1, 2)
+        assert one.device == torch.device("cpu")
+        assert two.is_conj()
+        assert two.storage_offset() == 4
+        assert ops.storage_key(one) == ops.storage_key(two)
+        with mode:
+            assert (one @ two.resolve_conj().new_empty(4, 2)).shape == (2, 2)
 
 
 # Dynamo

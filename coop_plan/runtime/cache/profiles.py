@@ -44,7 +44,7 @@ class ProfileCache:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._unsaved: dict[str, str] = {}
-        self._environment = json.dumps([_source_digest(), _processor(), _settings()])
+        self._environment = environment(MEASURING_SOURCES)
         self._connection: sqlite3.Connection | None = None
         with self._disable_on_error():
             open_private(path)
@@ -78,9 +78,7 @@ class ProfileCache:
 
     def key_of(self, signature: str) -> str:
         """Key of a signature: equal on machines and settings that measure alike."""
-        # Only for ops on a GPU: the query allocates memory on it.
-        gpus = _gpus() if "cuda" in signature else ""
-        return hashlib.sha256(f"{self._environment}\n{gpus}\n{signature}".encode()).hexdigest()
+        return key_in(self._environment, signature)
 
     @contextlib.contextmanager
     def _disable_on_error(self) -> Iterator[None]:
@@ -114,12 +112,23 @@ def session() -> ProfileCache | None:
     return _session.get()
 
 
+def environment(sources: tuple[str, ...]) -> str:
+    """Digest of source files, machine and settings: records of others may not be comparable."""
+    return json.dumps([_source_digest(sources), _processor(), _settings()])
+
+
+def key_in(place: str, signature: str) -> str:
+    """Key of a signature in an `environment`."""
+    # Only where a GPU is named: the query allocates memory on it.
+    gpus = _gpus() if "cuda" in signature else ""
+    return hashlib.sha256(f"{place}\n{gpus}\n{signature}".encode()).hexdigest()
+
+
 @functools.cache
-def _source_digest() -> str:
-    """Digest of `MEASURING_SOURCES`: records of other sources may not be comparable."""
+def _source_digest(sources: tuple[str, ...]) -> str:
     folder = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for name in MEASURING_SOURCES:
+    for name in sources:
         for path in sorted(folder.glob(name)):
             digest.update(path.read_bytes())
     return digest.hexdigest()

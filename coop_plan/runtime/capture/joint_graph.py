@@ -6,7 +6,7 @@ Program order: the forward ops, then the backward ops, each in traced order.
 import contextlib
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.op_profile import OpProfile
 from coop_plan.runtime.torch_internals.joint_graphs import (
     InputMutationAOTOutput,
+    checkpoint_of,
     is_primal,
     is_tangent,
 )
@@ -91,6 +92,13 @@ class Captured:
     overwrites, the runtime's own memory."""
     variants: Mapping[fx.Node, Mapping[str, OpVariant]] = field(default_factory=dict)
     """Variants of ops other than the default, by node and name."""
+    any_sizes: bool = False
+    """True if its numbers are `sized_numbers`: plans run at these sizes and at smaller ones."""
+
+    @property
+    def checkpoints(self) -> list[Hashable | None]:
+        """The user's checkpoint that recomputes each op, if one does."""
+        return [checkpoint_of(node) for node in self.ops]
 
     def selected_variant(self, step: Compute) -> SelectedVariant:
         """The variant that a step of a plan runs.

@@ -2,14 +2,17 @@
 
 Each op runs once to warm up and once with its allocations recorded. Then it runs several times with
 the same allocations served from memory touched before, as in an arena, so that its time contains no
-page faults. Ops of equal signature are measured once per machine.
+page faults, each after the processor's own caches were emptied. Ops of equal signature are measured
+once per machine.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +23,7 @@ from torch import fx
 from coop_plan.planner.placement import place
 from coop_plan.runtime.cache.profiles import session
 from coop_plan.runtime.capture.cost_scaling import current_costs
+from coop_plan.runtime.capture.sized_numbers import plain
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
 from coop_plan.runtime.device.build import arena as extension
@@ -42,6 +46,12 @@ MIN_REPEATS = 5
 MAX_REPEATS = 25
 REPEAT_US = 4_000.0
 """Time after which an op is not repeated any more, within the two counts above."""
+
+CACHE_BYTES = (2 << 20, 8 << 20)
+"""Least and most bytes that are read before an op is timed on the CPU; between, `CACHE_FACTOR`
+times those that it reads itself. The least is more than a core's own caches have."""
+
+CACHE_FACTOR = 4
 
 MEASURE_SECONDS = 30.0
 """Time that a rank waits for a profile that another rank measures."""
@@ -108,7 +118,11 @@ def profile_op(target: Callable[..., Any], args: Any, kwargs: Any, op: str = "")
 
 def fake_values(arguments: Any) -> Any:
     """A node's arguments with the fake values of the nodes among them."""
-    return fx.node.map_arg(arguments, lambda node: node.meta["val"])
+
+    def value(given: Any) -> Any:
+        return given.meta["val"] if isinstance(given, fx.Node) else plain(given)
+
+    return fx.node.map_aggregate(arguments, value)
 
 
 def _cached(key: tuple[object, ...]) -> OpProfile | None:
@@ -219,6 +233,7 @@ def synthetic_arguments(target: Callable[..., Any], args: Any, kwargs: Any) -> t
     for truth, number in fillings:
         given, named = _synthesize((args, kwargs), truth, number)
         given = _with_forward_state(target, given)
+        _divide_into_groups(target, given, named)
         try:
             target(*given, **named)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
@@ -251,6 +266,33 @@ def _with_forward_state(target: Callable[..., Any], given: Any) -> Any:
     return given
 
 
+def _divide_into_groups(target: Callable[..., Any], given: Any, named: Any) -> None:
+    """Set the group ends `offs` of a grouped product (experts) so that groups are equally long.
+
+    Zeros would leave every group empty, and the op without work. Groups divide the rows of the
+    first matrix, or its columns if both are matrices, or the columns of the second alone.
+    """
+    names = argument_names(target) if isinstance(target, OpOverload) else []
+    offs = (dict(zip(names, given, strict=False)) | named).get("offs")
+    if offs is None or "offs" in names[:2]:
+        return
+    first, second = given[:2]
+    dims = [
+        value.dim() if isinstance(value, torch.Tensor) else 0 for value in (first, second, offs)
+    ]
+    match dims:
+        case 2, 3, 1:
+            groups, total = len(second), len(first)
+        case 3, 2, 1:
+            groups, total = len(first), second.shape[1]
+        case 2, 2, 1:
+            groups, total = len(offs), first.shape[1]
+        case _:
+            return
+    if len(offs) == groups > 0 and not offs.is_floating_point():
+        offs.copy_(torch.arange(1, groups + 1) * total // groups)
+
+
 def _rnn_workspace(args: Any) -> torch.Tensor:
     """The workspace of oneDNN's forward; its backward crashes on any other tensor."""
     reverse, mode, hidden, layers, biases, train, both_ways, sizes, batch_first = args[13:22]
@@ -263,7 +305,8 @@ def _rnn_workspace(args: Any) -> torch.Tensor:
 def _synthesize(tree: Any, truth: bool | int | None, number: int) -> Any:
     """Replace fake tensors by filled ones: booleans with `truth`, integers with `number`.
 
-    `truth` None fills booleans at random; an integer sets the first `truth` of them to True.
+    An integer `truth` sets the first `truth` booleans to True, None the first half: masks of real
+    steps have long runs, and kernels that branch take several times as long on random ones.
     `number` 0 is a valid index for every size, 1 is one if indices begin at 1. A larger `number` is
     a sum: the first integer gets it, the others are 0.
     """
@@ -276,12 +319,10 @@ def _synthesize(tree: Any, truth: bool | int | None, number: int) -> Any:
         if value.dtype.is_floating_point or value.dtype.is_complex:
             _fill_random(flat) if value.dtype.is_floating_point else flat.fill_(0.5)
         elif value.dtype == torch.bool:
-            if truth is None:
-                flat.bernoulli_(0.5)
-            elif isinstance(truth, bool):
+            if isinstance(truth, bool):
                 flat.fill_(truth)
             else:
-                flat.copy_(torch.arange(count) < truth)
+                flat.fill_(False)[: count // 2 if truth is None else truth] = True
         elif number > 1:
             flat.fill_(0)[:1] = number
         else:
@@ -330,7 +371,8 @@ def _measure(
     outputs, allocations, workspace = summarize_events(events, inputs, results, target, alignment)
     del result, results
     if cost_us is None:
-        cost_us = _time(partial(target, *args, **kwargs), allocations, alignment, device)
+        size = _bytes_read(args, kwargs)
+        cost_us = _time(partial(target, *args, **kwargs), allocations, alignment, device, size)
     return OpProfile(cost_us, outputs, allocations, workspace, min(worker_bytes))
 
 
@@ -339,6 +381,7 @@ def _time(
     allocations: tuple[Allocation, ...],
     alignment: int,
     device: int | None,
+    bytes_read: int = 0,
 ) -> float:
     """Median time of an op, µs; its `allocations` are served from an arena."""
     slots = _scratch_slots(allocations, alignment)
@@ -349,12 +392,32 @@ def _time(
     times: list[float] = []
     while len(times) < MIN_REPEATS or (sum(times) < REPEAT_US and len(times) < MAX_REPEATS):
         run.begin(memory, fresh=False)
+        if device is None:
+            _empty_caches(bytes_read)
         try:
             arena.enter(0)
             times.append(timed(run_op))
         finally:
             arena.leave()
     return statistics.median(times[1:])
+
+
+def _empty_caches(bytes_read: int) -> None:
+    """Read other memory, as the ops between two runs of an op in a step do.
+
+    In a loop an op finds all its arguments in the caches. Ops that are bound by memory would look
+    several times too cheap beside products, which are not.
+    """
+    least, most = CACHE_BYTES
+    _library_pages()[: min(max(CACHE_FACTOR * bytes_read, least), most) // 8].sum()
+
+
+@functools.cache
+def _library_pages() -> Any:
+    """Pages of PyTorch's largest library, which are in memory anyway: reading takes none."""
+    files = filter(Path.is_file, Path(torch.__file__).with_name("lib").iterdir())
+    size, largest = max((path.stat().st_size, path) for path in files)
+    return np.memmap(largest, np.int64, "r", shape=(min(CACHE_BYTES[1], size) // 8,))
 
 
 def _cuda_device(values: list[Any]) -> int | None:

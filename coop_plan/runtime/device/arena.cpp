@@ -121,13 +121,17 @@ at::DataPtr cuda_allocate(void* self, size_t size) {
   return data;
 }
 
-void close_interval() {
-  const Clock::time_point now = Clock::now();
-  if (timed_class >= 0 && active != nullptr) {
-    active->elapsed_us[timed_class] +=
-        std::chrono::duration<double, std::micro>(now - timed_since).count();
-  }
-  timed_since = now;
+// Ends the interval of the ops so far and begins one of `next`: 0 for first computations, 1 for
+// recomputations, -1 for anything else. It counts the thread's CPU time, as profiles do, so that
+// other processes do not change it.
+void time_as(int next) {
+  if (next == timed_class) return;
+  timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  const double us = static_cast<double>(now.tv_sec) * 1e6 + static_cast<double>(now.tv_nsec) / 1e3;
+  if (timed_class >= 0 && active != nullptr) active->elapsed_us[timed_class] += us - timed_since;
+  timed_since = us;
+  timed_class = next;
 }
 
 template <typename T>
@@ -233,11 +237,13 @@ PyObject* memory_there(PyObject*, PyObject* handle) {
 PyObject* program_create(PyObject*, PyObject* args) {
   const char *first, *sizes, *offsets, *again;
   Py_ssize_t n_first, n_sizes, n_offsets, n_again;
-  if (!PyArg_ParseTuple(args, "y#y#y#y#", &first, &n_first, &sizes, &n_sizes, &offsets, &n_offsets,
-                        &again, &n_again)) {
+  int smaller;
+  if (!PyArg_ParseTuple(args, "y#y#y#y#p", &first, &n_first, &sizes, &n_sizes, &offsets, &n_offsets,
+                        &again, &n_again, &smaller)) {
     return nullptr;
   }
   auto* program = new Program();
+  program->smaller = smaller != 0;
   const auto* firsts = reinterpret_cast<const int64_t*>(first);
   program->first.assign(firsts, firsts + n_first / sizeof(int64_t));
   const size_t slots = n_sizes / sizeof(int64_t);
@@ -324,26 +330,23 @@ PyObject* begin(PyObject*, PyObject* args) {
 // Called before each op, with the number of its occurrence in the program.
 PyObject* enter(PyObject*, PyObject* number) {
   const long k = PyLong_AsLong(number);
-  close_interval();
   const Program& program = *active->program;
   cursor = program.slots.data() + program.first[k];
   limit = program.slots.data() + program.first[k + 1];
   inside_op = true;
-  timed_class = program.recomputed[k];
+  time_as(program.recomputed[k]);
   Py_RETURN_NONE;
 }
 
 PyObject* pause(PyObject*, PyObject*) {
-  close_interval();
+  time_as(-1);
   inside_op = false;
-  timed_class = -1;
   Py_RETURN_NONE;
 }
 
 PyObject* leave(PyObject*, PyObject*) {
-  close_interval();
+  time_as(-1);
   inside_op = false;
-  timed_class = -1;
   if (active != nullptr) active = active->outer;
   Py_RETURN_NONE;
 }
@@ -471,7 +474,7 @@ PyMethodDef methods[] = {
     {"memory_rest", memory_rest, METH_VARARGS,
      "(handle, ceiling): mark as idle; free pages before the process exceeds the ceiling."},
     {"memory_there", memory_there, METH_O, "(handle) -> offsets of its live tensors, ascending"},
-    {"program_create", program_create, METH_VARARGS, "(first, sizes, offsets, again) -> handle"},
+    {"program_create", program_create, METH_VARARGS, "(first, sizes, offsets, again, smaller) -> handle"},
     {"program_destroy", program_destroy, METH_O, "Free a program."},
     {"run_create", run_create, METH_O, "(program) -> handle of one call of it"},
     {"run_destroy", run_destroy, METH_O, "Free a run."},

@@ -3,7 +3,8 @@
 // A step is a program of op occurrences, each with the slots its allocations take, in the order in
 // which the op makes them. A run is one call of it, in a memory of its own.
 // While a thread is inside an occurrence, its k-th allocation is served at the address of the k-th
-// slot, if the size is the planned one and no tensor lives there. So an op that keeps a tensor, or
+// slot, if the size is the planned one (or a smaller one, if the program is for smaller sizes, too)
+// and no tensor lives there. So an op that keeps a tensor, or
 // allocates other memory than when it was profiled, costs bytes but never overwrites. All other
 // allocations, on every thread, go to PyTorch's allocator.
 //
@@ -19,6 +20,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <ctime>
 #include <iterator>
 #include <map>
 #include <thread>
@@ -28,8 +30,6 @@
 #include "accounting.h"
 
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 struct Slot {
   int64_t size;
@@ -63,7 +63,13 @@ struct Program {
   std::vector<Slot> slots;
   std::vector<uint8_t> recomputed;  // occurrence k is a recomputation
   std::vector<uint8_t> timed_out;   // the last wait for slot k timed out; guarded by mutex
+  bool smaller = false;  // slots also serve smaller allocations
 };
+
+bool serves(const Program& program, const Slot& slot, size_t size) {
+  const auto bytes = static_cast<int64_t>(size);
+  return program.smaller ? bytes <= slot.size : bytes == slot.size;
+}
 
 struct Run {
   Program* program = nullptr;
@@ -97,7 +103,7 @@ thread_local const Slot* cursor = nullptr;
 thread_local const Slot* limit = nullptr;
 thread_local bool inside_op = false;
 thread_local int timed_class = -1;
-thread_local Clock::time_point timed_since;
+thread_local double timed_since = 0;  // µs of the thread's CPU time
 thread_local bool recording = false;
 thread_local bool recording_cuda = false;
 thread_local std::vector<Event>* events = nullptr;
@@ -265,7 +271,7 @@ std::pair<Served, char*> planned(size_t size, bool cuda) {
   if (size == 0 || !inside_op || (active->memory->device != kCpu) != cuda) {
     return {Served::kByNobody, nullptr};
   }
-  if (cursor == limit || cursor->size != static_cast<int64_t>(size)) {
+  if (cursor == limit || !serves(*active->program, *cursor, size)) {
     active->outside += static_cast<int64_t>(size);
     return {Served::kByNobody, nullptr};
   }
@@ -275,7 +281,7 @@ std::pair<Served, char*> planned(size_t size, bool cuda) {
   if (slot.offset < 0 || (number < elsewhere.size() && elsewhere[number])) {
     return {Served::kOutsideAsPlanned, nullptr};
   }
-  const int64_t end = slot.offset + slot.size;
+  const int64_t end = slot.offset + static_cast<int64_t>(size);
   if (!comes_free(number, slot.offset, end)) {
     active->outside += static_cast<int64_t>(size);  // the slot holds a tensor past its planned life
     return {Served::kByNobody, nullptr};

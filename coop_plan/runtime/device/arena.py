@@ -26,7 +26,7 @@ class Counters:
         outside_bytes: allocations of ops that were not served as planned.
         process_bytes: peak of the step's thread, the whole arena included, above `before_bytes`.
         before_bytes: bytes of the process before the step.
-        compute_us, recompute_us: time in first computations, and in recomputations.
+        compute_us, recompute_us: CPU time of the thread in first computations and recomputations.
         stray_count, stray_bytes: live allocations outside the plan at the peak, if the step is
             watched.
         largest_bytes, largest_line: the largest of them, and the user's line that made it.
@@ -139,6 +139,7 @@ class Arena:
     """The slots of each op occurrence of a step, in `size` bytes.
 
     `recomputed` marks the recomputations. `device` is the index of a CUDA device, None for the CPU.
+    A slot serves allocations of its size, or also `smaller` ones.
     """
 
     def __init__(
@@ -147,6 +148,8 @@ class Arena:
         program: Sequence[Slots],
         recomputed: Sequence[bool],
         device: int | None = None,
+        *,
+        smaller: bool = False,
     ) -> None:
         self._ext: Any = extension()
         self._destroy = self._ext.program_destroy
@@ -161,6 +164,7 @@ class Arena:
             np.ascontiguousarray(flat[:, 0]).tobytes(),
             np.ascontiguousarray(flat[:, 1]).tobytes(),
             bytes(int(flag) for flag in recomputed),
+            smaller,
         )
         self.enter = self._ext.enter
         self.pause = self._ext.pause

@@ -56,7 +56,7 @@ def _serves_from_arena(ext: Any) -> bool:
         b"".join(value.to_bytes(8, "little") for value in values)
         for values in ((0, 1), (CUDA_ALIGNMENT,), (CUDA_ALIGNMENT,))
     )
-    program = ext.program_create(first, size, offset, b"\0")
+    program = ext.program_create(first, size, offset, b"\0", False)
     run = ext.run_create(program)
     ext.begin(run, memory, block.size, True, False)
     ext.enter(0)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from coop_plan.runtime.capture.sized_numbers import Numbers
 from coop_plan.runtime.capture.tracing_rules import as_eager
 from coop_plan.runtime.dynamic_shapes.symbolic_trace import Trace
 from coop_plan.runtime.errors import CaptureError
@@ -64,9 +65,9 @@ class AllSizes:
         with lazy_graph_code(), as_eager():
             self._run: Callable[..., Any] = backend(gm, symbols.inputs)
 
-    def calling(self, step: PlannedStep) -> Callable[..., Any]:
-        """The function for inputs with the sizes of `step`."""
-        halves = step.forward(), step.backward()
+    def calling(self, step: PlannedStep, numbers: Numbers = ()) -> Callable[..., Any]:
+        """The function for inputs with the sizes of `step`, or with these `numbers`."""
+        halves = step.forward(numbers), step.backward()
 
         def run(*args: Any) -> Any:
             self._here.halves = halves

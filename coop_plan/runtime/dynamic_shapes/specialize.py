@@ -6,15 +6,18 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from coop_plan.planner import InfeasibleBudgetError
 from coop_plan.runtime.capture.cost_scaling import CostHistory
+from coop_plan.runtime.capture.sized_numbers import Numbers
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.dynamic_shapes.scalar_inputs import NumbersAsTensors, is_item
-from coop_plan.runtime.dynamic_shapes.symbolic_trace import Trace, signature
+from coop_plan.runtime.dynamic_shapes.symbolic_trace import Sizes, Trace, signature
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.reports import REPORT, drop
 from coop_plan.runtime.torch_internals.dynamo import (
@@ -51,7 +54,22 @@ CompileStatic = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 AtSizes = Callable[[fx.GraphModule], Callable[..., Any]]
 """From a static joint graph to a function of all inputs of Dynamo's graph."""
 
-CompileAll = Callable[[fx.GraphModule, Sequence[Any], Sequence[Any]], tuple[Trace, AtSizes]]
+AtNumbers = Callable[[Numbers], Callable[..., Any]]
+"""From the numbers of some sizes to a function of all inputs of Dynamo's graph."""
+
+
+class ForAllSizes(NamedTuple):
+    """Results of a function's trace for all sizes: steps `at` some sizes, and steps `up_to` them.
+
+    `up_to` plans a joint graph for any sizes; None if it does not fit.
+    """
+
+    trace: Trace
+    at: AtSizes
+    up_to: Callable[[fx.GraphModule], AtNumbers | None]
+
+
+CompileAll = Callable[[fx.GraphModule, Sequence[Any], Sequence[Any]], ForAllSizes]
 """From a graph, its symbolic fake inputs, and the inputs of a call."""
 
 SIGNATURE = "coop_signature"
@@ -65,6 +83,12 @@ MAX_NUMBER_GRAPHS = 8
 
 MAX_SHAPES = 100
 """Shapes of one function whose steps are kept; the least recently used one is evicted."""
+
+BORROWING_CALLS = 2
+"""First calls with a shape that run by the plan of larger sizes; then the shape gets its own."""
+
+MAX_OWN_PLANS = 16
+"""Shapes of one function with plans of their own, after which others keep to larger plans."""
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -122,8 +146,9 @@ class ByShape:
 
     Dynamo's guards decide for which shapes the graph holds. A static graph is traced at the first
     call with its shape, from fake inputs, so that no input is kept alive. After a few shapes that
-    differ in sizes alone, one symbolic trace serves all. Numbers are passed as tensors if possible
-    (`scalar_inputs`).
+    differ in sizes alone, one symbolic trace serves all. Then the first calls with a shape run by a
+    plan of larger sizes, which is made if there is none: where no two batches are alike, hardly any
+    is planned for. Numbers are passed as tensors if possible (`scalar_inputs`).
     """
 
     def __init__(
@@ -134,7 +159,10 @@ class ByShape:
         self._compile = compile_static
         self._compile_all = compile_all
         self._known: list[tuple[Sequence[Any], list[object]]] = []
-        self._symbolic: tuple[Trace, AtSizes] | None = None
+        self._symbolic: ForAllSizes | None = None
+        self._up_to: list[tuple[Sizes, AtNumbers]] = []
+        self._borrowing: dict[object, int] = {}  # calls of shapes without a plan of their own
+        self._own_plans = 0
         self._inputs = [_Input.of(node) for node in gm.graph.find_nodes(op="placeholder")]
         self._kept = [i for i, given in enumerate(self._inputs) if not _vanishes(given)]
         self._key_inputs = [
@@ -153,16 +181,19 @@ class ByShape:
         args, numbers = self._in_tensors.inputs(given)
         key = self._key(args)
         step = self._steps.pop(key, None)
-        if step is None:
+        if step is None or self._may_stop_borrowing(key):
             with block_other_compiles():
-                step = self._specialise(args)
+                step = self._specialise(args, key)
             self._make_room()
         self._steps[key] = step
         return self._in_tensors.outputs(step(*args), numbers)
 
     def _make_room(self) -> None:
         while len(self._steps) >= MAX_SHAPES:
-            evicted = self._steps.pop(next(iter(self._steps)), None)
+            key = next(iter(self._steps))
+            evicted = self._steps.pop(key, None)
+            if self._borrowing.pop(key, None) is not None:
+                continue
             drop(getattr(evicted, REPORT, None))
             if not self._logged:
                 self._logged = True
@@ -191,14 +222,22 @@ class ByShape:
                     key.append((first, args[first].storage_offset(), value.storage_offset()))
         return tuple(key)
 
-    def _specialise(self, args: Sequence[Any]) -> Callable[..., Any]:
+    def _may_stop_borrowing(self, key: object) -> bool:
+        """Count a call of a shape; True if it borrowed a plan often enough to get its own."""
+        if key not in self._borrowing:
+            return False
+        self._borrowing[key] += 1
+        return self._borrowing[key] > BORROWING_CALLS and self._own_plans < MAX_OWN_PLANS
+
+    def _specialise(self, args: Sequence[Any], key: object) -> Callable[..., Any]:
         mode = FakeTensorMode()
         fakes = [
             mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in args
         ]
-        found = self._from_trace(fakes)
+        found = self._from_trace(fakes, key)
         if found is not None:
             return found
+        self._own_plans += 1
         numbers = {
             given.node: value.item() if given.boxed else value
             for given, value in zip(self._inputs, args, strict=True)
@@ -222,16 +261,45 @@ class ByShape:
         self._learn(args, fakes, getattr(compiled, SIGNATURE, []))
         return run
 
-    def _from_trace(self, fakes: Sequence[Any]) -> Callable[..., Any] | None:
+    def _from_trace(self, fakes: Sequence[Any], key: object) -> Callable[..., Any] | None:
         """The step made from the symbolic trace, if there is one that holds for these sizes."""
-        if self._symbolic is None:
+        if self._symbolic is None or (sizes := self._symbolic.trace.sizes(fakes)) is None:
             return None
-        trace, at_sizes = self._symbolic
-        if (joint := trace.at(fakes)) is None:
+        if key not in self._borrowing:
+            borrowed = self._borrow(fakes, sizes)
+            if borrowed is not None:
+                self._borrowing[key] = 1
+                return borrowed
+        borrowed_calls = self._borrowing.pop(key, None)
+        self._own_plans += 1
+        self._count(_shape(self._inputs, fakes))
+        joint = self._symbolic.trace.at(fakes)
+        assert joint is not None
+        try:
+            with lazy_graph_code():
+                return self._symbolic.at(joint)
+        except InfeasibleBudgetError:  # the search may miss what it found for larger sizes
+            if borrowed_calls is None:
+                raise
+            self._own_plans, self._borrowing[key] = MAX_OWN_PLANS, borrowed_calls
+            return self._borrow(fakes, sizes)
+
+    def _borrow(self, fakes: Sequence[Any], sizes: Sizes) -> Callable[..., Any] | None:
+        """The step of the smallest plan for these and larger sizes; None if none can be made."""
+        assert self._symbolic is not None
+        larger = [(of.reaches, at) for of, at in self._up_to if sizes.within(of)]
+        if larger:
+            return min(larger, key=itemgetter(0))[1](sizes.numbers)
+        joint = self._symbolic.trace.at(fakes, any_sizes=True)
+        if joint is None:
             return None
         self._count(_shape(self._inputs, fakes))
         with lazy_graph_code():
-            return at_sizes(joint)
+            made = self._symbolic.up_to(joint)
+        if made is None:
+            return None
+        self._up_to.append((sizes, made))
+        return made(sizes.numbers)
 
     def _learn(self, args: Sequence[Any], fakes: Sequence[Any], of: list[object]) -> None:
         """After some shapes, trace for all sizes; kept if it reproduces their graphs."""
@@ -246,7 +314,7 @@ class ByShape:
             with lazy_graph_code():
                 nodes = {given.node for given in self._inputs}
                 for_all = compile_all(_static(self._gm, {}, nodes), examples, args)
-            made = ((for_all[0].at(known), wanted) for known, wanted in self._known)
+            made = ((for_all.trace.at(known), wanted) for known, wanted in self._known)
             if all(joint is not None and signature(joint) == wanted for joint, wanted in made):
                 self._symbolic = for_all
         except Exception as error:  # any of PyTorch's: each size is then traced, as before

@@ -1,20 +1,42 @@
-"""Symbolic trace: one joint graph for all sizes of a function, specialized for each.
+"""Symbolic trace: one joint graph for all sizes of a function, specialized for each, or for any.
 
 Tracing is most of the cost of a new length. The ops of a step rarely depend on its sizes; if they
 do, the trace has a guard. The graphs that a symbolic trace makes are compared with those traced at
 earlier sizes (`signature`), and the trace is not used if any differs.
+
+A graph for any sizes has `sized_numbers` where the trace has symbols. It keeps a view that changes
+nothing at the sizes of the graph alone.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from coop_plan.runtime.torch_internals.dynamo_graphs import Symbols, at_sizes, is_integer, is_size
+from coop_plan.runtime.capture.sized_numbers import Numbers, sized
+from coop_plan.runtime.torch_internals.dynamo_graphs import (
+    Symbols,
+    at_sizes,
+    expression_of,
+    is_integer,
+    is_size,
+)
 from coop_plan.runtime.torch_internals.fakes import FakeTensor
 from coop_plan.runtime.torch_internals.joint_graphs import is_primal, is_tangent
 from coop_plan.runtime.torch_internals.ops import is_view_op, negative_view, tree_flatten, tree_map
+
+
+class Sizes(NamedTuple):
+    """Sizes for which a trace holds: the values of its numbers, and the reach of its tensors."""
+
+    numbers: Numbers
+    reaches: Sequence[int]
+
+    def within(self, larger: "Sizes") -> bool:
+        """True if no tensor reaches over more elements than at the `larger` sizes."""
+        pairs = zip(self.reaches, larger.reaches, strict=True)
+        return all(own <= other for own, other in pairs)
 
 
 class Trace:
@@ -23,13 +45,46 @@ class Trace:
     def __init__(self, symbols: Symbols, joint: fx.GraphModule) -> None:
         self._symbols = symbols
         self._joint = joint
+        self._places = {
+            node: place for place, node in enumerate(filter(is_size, joint.graph.nodes))
+        }
+        values = (node.meta.get("val") for node in joint.graph.nodes)
+        tensors = (v for v in tree_flatten([*values])[0] if isinstance(v, torch.Tensor))
+        distinct = {
+            tuple(map(expression_of, (*made.shape, *made.stride()))): (made.shape, made.stride())
+            for made in tensors
+        }
+        self._layouts = [*distinct.values()]
 
-    def at(self, inputs: Sequence[Any]) -> fx.GraphModule | None:
-        """Static graph for fake tensors and numbers; None if these sizes must be traced."""
+    def sizes(self, inputs: Sequence[Any]) -> Sizes | None:
+        """The sizes of fake tensors and numbers; None if they must be traced."""
         bound = self._symbols.bind(inputs)
         if bound is None:
             return None
-        making = _Making(self._joint, bound)
+        values: dict[fx.Node, Any] = {}
+        for node in self._places:
+            value = node.meta["val"]
+            if is_integer(value):
+                values[node] = at_sizes(value, bound)
+            else:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                target: Any = node.target
+                values[node] = target(*args, **kwargs)
+        reaches = [
+            _reach([at_sizes(n, bound) for n in shape], [at_sizes(n, bound) for n in stride])
+            for shape, stride in self._layouts
+        ]
+        return Sizes(tuple(values.values()), reaches)
+
+    def at(self, inputs: Sequence[Any], *, any_sizes: bool = False) -> fx.GraphModule | None:
+        """Static graph for fake tensors and numbers; None if these sizes must be traced.
+
+        A graph for `any_sizes` is None also if an op reads a comparison of sizes.
+        """
+        bound = self._symbols.bind(inputs)
+        if bound is None or (any_sizes and any(map(_is_read_truth, self._places))):
+            return None
+        making = _Making(self._joint, bound, self._places if any_sizes else {})
         mode = next(given.fake_mode for given in inputs if isinstance(given, FakeTensor))
         primals = iter(inputs)
         with mode:
@@ -49,13 +104,16 @@ class _Making:
     """A static graph under construction, in a fake mode.
 
     `_values` has the fake tensor or number of each symbolic node, `_nodes` its node in the static
-    graph, where numbers are constants.
+    graph, where numbers are constants. A graph for any sizes has `places` for them.
     """
 
-    def __init__(self, joint: fx.GraphModule, bound: dict[Any, int]) -> None:
+    def __init__(
+        self, joint: fx.GraphModule, bound: dict[Any, int], places: Mapping[fx.Node, int]
+    ) -> None:
         self.graph = fx.Graph()
         self._joint = joint
         self._bound = bound
+        self._places = places
         self._values: dict[fx.Node, Any] = {}
         self._nodes: dict[fx.Node, Any] = {}
 
@@ -68,7 +126,11 @@ class _Making:
         made = self.graph.node_copy(node)
         made.meta["val"] = value
         self._values[node] = value
-        self._nodes[node] = value if is_size(node) else made
+        self._nodes[node] = self._number(node, value) if is_size(node) else made
+
+    def _number(self, node: fx.Node, value: Any) -> Any:
+        place = self._places.get(node)
+        return value if place is None or isinstance(value, bool) else sized(value, place)
 
     def _at(self, value: Any) -> Any:
         """A result at these sizes, by the layout in the trace: no op has to run."""
@@ -99,8 +161,10 @@ class _Making:
             value = tree_map(self._at, value)
         self._values[node] = value
         if is_size(node):
-            self._nodes[node] = value
-        elif changes_nothing(node, value, self._values):
+            self._nodes[node] = self._number(node, value)
+        elif changes_nothing(node, value, self._values) and (
+            not self._places or _changes_nothing_at_any_sizes(node)
+        ):
             self._nodes[node] = self._nodes[node.all_input_nodes[0]]
         else:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._nodes.__getitem__)
@@ -131,6 +195,20 @@ def changes_nothing(node: fx.Node, value: Any, values: Mapping[fx.Node, Any]) ->
         return False
     of = values[node.all_input_nodes[0]]
     return isinstance(of, torch.Tensor) and _layout(of) == _layout(value)
+
+
+def _is_read_truth(node: fx.Node) -> bool:
+    truth = isinstance(node.meta["val"], bool | torch.SymBool)
+    return truth and not all(map(is_size, node.users))
+
+
+def _changes_nothing_at_any_sizes(node: fx.Node) -> bool:
+    made, of = node.meta["val"], node.all_input_nodes[0].meta["val"]
+    layouts = [
+        [*map(expression_of, (*value.shape, *value.stride(), value.storage_offset()))]
+        for value in (made, of)
+    ]
+    return layouts[0] == layouts[1]
 
 
 def _layout(value: Any) -> object:

@@ -2,7 +2,8 @@
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from coop_plan.runtime.device.arena import Memory
@@ -32,18 +33,22 @@ class ArenaPool:
         with _lock:
             _all.add(self)
 
-    def entering(self) -> None:
-        """Note that an invocation begins: the arenas are not released meanwhile."""
+    @contextmanager
+    def entering(self) -> Iterator[None]:
+        """The beginning of an invocation: the arenas are not released meanwhile."""
         with _lock:
             self._entering = True
+        try:
+            yield
+        finally:
+            self._entering = False
 
-    def entered(self, owner: object) -> None:
-        """Note that an invocation began, and the parameter `owner` that its step has, if any.
+    def add_owner(self, owner: object) -> None:
+        """Note the parameter `owner` that a step of the pool has, if any.
 
         When the parameters of all steps are gone, the arenas are released: Dynamo keeps the steps
         of a model that was deleted.
         """
-        self._entering = False
         if owner is None:
             return
         key = id(owner)

@@ -76,6 +76,7 @@ class CompiledPlan:
             [*program, *prefetched],
             [*self._again, *(False for _ in prefetched)],
             captured.device.index,
+            smaller=captured.any_sizes,
         )
         self._clock = clock
         self._program: TransferProgram | None = None

@@ -2,14 +2,16 @@
 
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 
 from coop_plan import planner
 from coop_plan.planner import InfeasibleBudgetError, PlanOptions, verify
 from coop_plan.planner.plan_cache.record import StoredPlan, as_bytes, as_record
+from coop_plan.planner.planning import peak_of_order
 from coop_plan.planner.progress import Work
 from coop_plan.planner.rescale import rescaled
 from coop_plan.runtime.cache import plans
+from coop_plan.runtime.capture.checkpoints import eager_order
 from coop_plan.runtime.distributed.sharing import WAIT_SECONDS, made_once
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.errors import OptionsError, PlanServerError
@@ -35,9 +37,17 @@ def plan(graph: Graph, options: PlanOptions) -> Plan:
 
 
 def plan_for(
-    graph: Graph, options: Options, *, raised: str = "", history: ShapeHistory | None = None
+    graph: Graph,
+    options: Options,
+    *,
+    raised: str = "",
+    history: ShapeHistory | None = None,
+    checkpoints: Sequence[Hashable | None] = (),
 ) -> tuple[Plan, bool]:
     """Returns the plan, and True if it was cached.
+
+    A share with which a plan takes more than eager autograd with the user's `checkpoints`, which
+    recompute each op, is lowered to that if the method can meet it.
 
     A plan in `history` for similar sizes is rescaled if it does as well at these sizes. A plan that
     was searched for is added to `history`.
@@ -54,6 +64,28 @@ def plan_for(
         planner.InfeasibleBudgetError: the budget cannot be met.
         PlanServerError: the server has no plan.
     """
+    found = _plan_for(graph, options, raised, history)
+    if options.plan.budget.kind != "share":
+        return found
+    eager = peak_in_eager(graph, checkpoints)
+    if eager is None or found[0].peak_bytes <= eager:
+        return found
+    try:
+        return _plan_for(graph, options.within(eager), "", history)
+    except InfeasibleBudgetError:
+        return found
+
+
+def peak_in_eager(graph: Graph, checkpoints: Sequence[Hashable | None]) -> int | None:
+    """Peak in bytes of the step in eager autograd with `checkpoints`; None without any."""
+    if not any(checkpoint is not None for checkpoint in checkpoints):
+        return None
+    return peak_of_order(graph, eager_order(graph, checkpoints))
+
+
+def _plan_for(
+    graph: Graph, options: Options, raised: str, history: ShapeHistory | None
+) -> tuple[Plan, bool]:
     key = plans.key_of(graph, options)
 
     def make() -> tuple[Plan, bool]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from coop_plan.runtime.capture.sized_numbers import Numbers
 from coop_plan.runtime.device.arena import Memory, Run
 from coop_plan.runtime.errors import StepSpentError
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
@@ -28,6 +29,8 @@ _invocations: "dict[int, Invocation]" = {}
 
 class Invocation:
     """One call of step `name`, which runs `compiled` in a memory from `owner`, its pool.
+
+    `numbers` are those that depend on its sizes, if the step is one for any sizes.
 
     Between the halves, `saved` tensors wait in `memory`. If another invocation needs that memory,
     the forward runs again, from the inputs and the states of `generators` at the start.
@@ -47,8 +50,10 @@ class Invocation:
         compiled: CompiledPlan,
         owner: object,
         generators: Sequence[Generator],
+        numbers: Numbers = (),
     ) -> None:
         self.name = name
+        self.numbers = numbers
         self.owner = owner
         self.use_own_plan(compiled)
         self.inputs: Sequence[Any] = ()

@@ -11,6 +11,7 @@ import torch
 
 from coop_plan.runtime.capture.graph_builder import device_of
 from coop_plan.runtime.capture.joint_graph import Captured
+from coop_plan.runtime.capture.sized_numbers import Numbers
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import Counters, Memory
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
@@ -131,8 +132,11 @@ class PlannedStep:
 
         node.register_prehook(look)
 
-    def forward(self) -> Callable[[list[Any]], Any]:
-        """The forward as a boxed callable: primals to outputs and a handle."""
+    def forward(self, numbers: Numbers = ()) -> Callable[[list[Any]], Any]:
+        """The forward as a boxed callable: primals to outputs and a handle.
+
+        `numbers` are those of the sizes of its calls, if the step is one for any sizes.
+        """
 
         def forward(args: list[Any]) -> Any:
             inputs = list(args)
@@ -145,32 +149,32 @@ class PlannedStep:
             pool = self._pools.of_thread()
             # PyTorch refuses to read their states while a CUDA graph is captured.
             generators = [] if self._is_captured() else self._generators
-            invocation = Invocation(self.report.name, self._compiled, pool, generators)
+            invocation = Invocation(self.report.name, self._compiled, pool, generators, numbers)
             passing = [i for i in self._passable if _made_by_autograd(inputs[i])]
             leaves = self._held_gradients.leaves(inputs)
             call = RecordedCall(self._captured, self._clock, passing, leaves)
-            pool.entering()
-            planned = pool.recorder.forward(invocation, self, call, inputs)
-            if planned is not None:
-                invocation.use_plan(planned)
-            else:
-                self._replan_as_learned()
-                if pool.recorder.first:
-                    self._update_held_gradients(inputs)
-                if invocation.compiled is not self._compiled:
-                    invocation.use_own_plan(self._compiled)
-            invocation.held_bytes = self._held_gradients.held(inputs)
-            fresh = pool.place(invocation)
-            compiled = invocation.compiled
-            invocation.leaves = {
-                position: inputs[position]
-                for position in (*compiled.gradient_slots, *compiled.consumed)
-            }
-            if invocation.transfers is not None:
-                invocation.transfers.begin(invocation.memory)
-            invocation.mark_overlap()
-            handle = invocation.make_handle()
-            pool.entered(next((inputs[i] for i in self._parameters), None))
+            with pool.entering():
+                planned = pool.recorder.forward(invocation, self, call, inputs)
+                if planned is not None:
+                    invocation.use_plan(planned)
+                else:
+                    self._replan_as_learned()
+                    if pool.recorder.first:
+                        self._update_held_gradients(inputs)
+                    if invocation.compiled is not self._compiled:
+                        invocation.use_own_plan(self._compiled)
+                invocation.held_bytes = self._held_gradients.held(inputs)
+                fresh = pool.place(invocation)
+                compiled = invocation.compiled
+                invocation.leaves = {
+                    position: inputs[position]
+                    for position in (*compiled.gradient_slots, *compiled.consumed)
+                }
+                if invocation.transfers is not None:
+                    invocation.transfers.begin(invocation.memory)
+                invocation.mark_overlap()
+                handle = invocation.make_handle()
+            pool.add_owner(next((inputs[i] for i in self._parameters), None))
             with self._running(invocation, fresh=fresh):
                 inputs += [inputs[i].clone() for i in self._copied]
                 invocation.keep_inputs(inputs, self._parameters)

@@ -11,10 +11,14 @@ from typing import Any
 from torch import fx
 
 from coop_plan.runtime.capture.graph_builder import GETITEM
+from coop_plan.runtime.capture.sized_numbers import place_of
 from coop_plan.runtime.torch_internals.ops import c_function
 
 INVOCATION = "invocation"
 """Name of the first input."""
+
+NUMBERS = "numbers"
+"""Name of the invocation's numbers, which depend on its sizes."""
 
 
 def straight_line(graph: fx.Graph, module: fx.GraphModule) -> Callable[..., Any]:
@@ -41,6 +45,7 @@ class _Writer:
         self._place: dict[fx.Node, str] = {}
         self._free: list[str] = []  # slots
         self._slots = 0
+        self._reads_numbers = False
         self._last_use: dict[fx.Node, fx.Node] = {}
 
     def function(self) -> Callable[..., Any]:
@@ -62,6 +67,8 @@ class _Writer:
                 self._lines.append(f"return {self._text(node.args[0])}")
             elif node.op != "placeholder":
                 self._call(node)
+        if self._reads_numbers:
+            self._lines.insert(0, f"{NUMBERS} = {INVOCATION}.numbers")
         head = f"def half({INVOCATION}, box):\n "
         code = compile(head + "\n ".join(self._lines) + "\n", "<planned half>", "exec")
         exec(code, self._globals)  # noqa: S102
@@ -105,6 +112,9 @@ class _Writer:
         """Expression of an argument."""
         if isinstance(value, fx.Node):
             return self._place[value]
+        if (place := place_of(value)) is not None:
+            self._reads_numbers = True
+            return f"{NUMBERS}[{place}]"
         if value is None or type(value) in (bool, int, str):
             return repr(value)
         if type(value) is float and math.isfinite(value):

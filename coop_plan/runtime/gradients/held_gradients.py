@@ -19,7 +19,7 @@ from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.device.arena import node_owners
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.errors import BudgetExceededError
-from coop_plan.runtime.execute.find_plan import plan_for
+from coop_plan.runtime.execute.find_plan import peak_in_eager, plan_for
 from coop_plan.runtime.gradients import capture_adjust
 from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment
 from coop_plan.runtime.options import Options
@@ -187,9 +187,11 @@ class HeldGradients:
         plan = self._options.plan
         if plan.budget.kind == "share":
             held = replace(self.environment, reserve=0)
-            graph = capture_adjust.under(self._captured, held).graph
-            budget = plan.budget.resolve(keep_all_peak(graph, plan))
-            self.budget_bytes = max(self.budget_bytes, budget or 0)
+            captured = capture_adjust.under(self._captured, held)
+            budget = plan.budget.resolve(keep_all_peak(captured.graph, plan)) or 0
+            eager = peak_in_eager(captured.graph, captured.checkpoints)
+            budget = budget if eager is None else min(budget, eager)
+            self.budget_bytes = max(self.budget_bytes, budget)
 
     def _budget_exceeded(self, smallest_bytes: int) -> BudgetExceededError:
         return BudgetExceededError(

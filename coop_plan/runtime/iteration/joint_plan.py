@@ -9,7 +9,7 @@ is the same.
 
 import logging
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import fx
 from coop_plan.planner.core.errors import InfeasibleBudgetError
 from coop_plan.runtime.capture.joint_graph import RUNTIME, Captured
 from coop_plan.runtime.device import cuda
+from coop_plan.runtime.distributed.collectives import GROUP_THREADS
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.find_plan import plan_for
 from coop_plan.runtime.execute.lower_to_fx import inputs_of, tangents_of
@@ -28,7 +29,7 @@ from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
 from coop_plan.runtime.torch_internals.joint_graphs import is_primal
-from coop_plan.runtime.torch_internals.ranks import world_group
+from coop_plan.runtime.torch_internals.ranks import world_size
 from coop_plan.schemas import Compute, Device, Free, Graph, Op, Plan, format_bytes
 from coop_plan.schemas.graph_editor import GraphEditor
 
@@ -116,9 +117,14 @@ def plan_jointly(
     options = replace(options, plan=options.plan.without("reorder", "walk"))
     try:
         raised = f"an iteration of {len(calls)} graphs"
-        made, cached = plan_for(layout.graph, options, raised=raised)
+        made, cached = plan_for(
+            layout.graph, options, raised=raised, checkpoints=layout.checkpoints()
+        )
     except InfeasibleBudgetError as error:
         reason = str(error)  # text: a kept log record must not keep the frames of a forward alive
+        if options.plan.outputs == "outside" and any(map(_released_outputs, calls)):
+            reason += '; outputs="gradients" needs less: tensors that die between the graphs share'
+            reason += " addresses then"
         least: Plan | None = None
         if instead_of > error.budget_bytes and not options.strict:
             least, cached = plan_for(layout.graph, options.within(None))
@@ -148,7 +154,7 @@ def plan_jointly(
         for call, part in zip(calls, parts, strict=True)
     ]
     for compiled in plans:
-        compiled.measure_outside &= not between and world_group() is not None
+        compiled.measure_outside = False
     name = f"iteration of {len(calls)} graphs {len(reports())}"
     report = StepReport.of(name, layout.graph, made, layout.resident_in_step, plan_cached=cached)
     add(report)
@@ -212,8 +218,11 @@ class _Layout:
             )
             given = max(given, sum(graph.tensors[t].bytes for t in tangents - shared))
             passed = max(passed, sum(graph.tensors[t].bytes for t in back))
-        # The leaves of the next half may be gathered while one runs.
-        size = between + given + passed + sum(sorted(lent)[-2:])
+        # The leaves of the next half may be gathered while one runs. A group's threads may still
+        # hold the buffers of earlier collectives: the bytes of one rank and of all.
+        largest = max(lent)
+        buffers = GROUP_THREADS * (largest + largest // world_size()) if largest else 0
+        size = between + given + passed + sum(sorted(lent)[-2:]) + buffers
         self.resident_in_step += size
         editor.add_tensor("between", size, "input")
         self._own = [{new: t for t, new in of.items()} for of in ids]
@@ -238,6 +247,12 @@ class _Layout:
                 editor.add_op(op.model_copy(update={"phase": PHASES[backward]}))
             self._ends.append(len(self._ops))
         self.graph = editor.graph()
+
+    def checkpoints(self) -> list[Hashable | None]:
+        """As `Captured.checkpoints`, of all calls."""
+        of_calls = [call.captured.checkpoints for call in self._calls]
+        found = [(k, None if i is None else of_calls[k][i]) for k, i in self._ops]
+        return [None if checkpoint is None else (k, checkpoint) for k, checkpoint in found]
 
     def cut(self, plan: Plan) -> list[Plan] | None:
         """The plan of each call, in its own ids; None if an op runs within another call's half."""

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from coop_plan.runtime.device.arena import Counters, Memory, Run
-from coop_plan.runtime.distributed.collectives import GROUP_THREADS
 from coop_plan.runtime.errors import BudgetExceededError
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.invocation import Invocation
@@ -37,7 +36,6 @@ from coop_plan.runtime.iteration.joint_plan import (
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import drop
 from coop_plan.runtime.torch_internals.ops import has_no_memory, storage_expiry
-from coop_plan.runtime.torch_internals.ranks import world_size
 from coop_plan.schemas import format_bytes
 
 log = logging.getLogger("coop-plan")
@@ -75,8 +73,7 @@ class _Order:
     """Steps of an iteration by call, its events, and its joint plan.
 
     `calls` is empty until the order is planned. `replans` counts re-plans for excess bytes,
-    `observations` those for held or late tensors. `thread_bytes` may be held by threads of a
-    process group, and are not planned for yet.
+    `observations` those for held or late tensors.
     """
 
     steps: tuple[weakref.ref[Any], ...]
@@ -85,7 +82,6 @@ class _Order:
     joint_plan: JointPlan | None = None
     replans: int = 0
     observations: int = 0
-    thread_bytes: int = 0
 
 
 class _Iteration:
@@ -397,10 +393,6 @@ class IterationRecorder:
             return
         now.run.end()
         taken = now.run.counters()
-        now.joint_plan.plans[0].measure_outside = False
-        # A collective holds memory of one rank and of all, or of each rank.
-        collective = taken.largest_bytes + taken.largest_bytes // world_size()
-        now.order.thread_bytes = GROUP_THREADS * collective
         if memory is not None:
             memory.release_above(taken.before_bytes + taken.process_bytes)
         report = now.joint_plan.report
@@ -524,8 +516,7 @@ class IterationRecorder:
             return
         report, replans = joint_plan.report, order.replans
         beyond = max(0, report.measured_peak_bytes - report.budget_bytes)
-        kept = not order.thread_bytes and beyond <= (TOLERANCE if replans else 0)
-        if kept or replans > MAX_REPLANS:
+        if beyond <= (TOLERANCE if replans else 0) or replans > MAX_REPLANS:
             return
         order.replans = replans + 1
         if replans < MAX_REPLANS:
@@ -543,9 +534,7 @@ class IterationRecorder:
     def _replan(self, order: _Order, beyond: int = 0) -> None:
         """Replace the joint plan by one with `beyond` more bytes between the graphs."""
         assert order.joint_plan is not None
-        # The buffers that a process group's threads still hold differ from time to time.
-        between = order.joint_plan.between + beyond + order.thread_bytes
-        order.thread_bytes = 0
+        between = order.joint_plan.between + beyond
         taken = order.joint_plan.report.measured_peak_bytes
         again = plan_jointly(
             *(order.calls, order.events, between, self._options, taken, "keep their joint plan")

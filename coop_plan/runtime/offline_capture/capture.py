@@ -16,6 +16,7 @@ def capture(
     batch: int | None = None,
     optimizer: str | None = None,
     masters: bool = False,
+    ema: bool = False,
     variants: bool = False,
 ) -> Graph:
     """Returns the profiled graph of a training step.
@@ -29,19 +30,20 @@ def capture(
         optimizer: optimizer whose states are resident, too: "sgd", "momentum", "adamw",
             "adamw8bit", "adafactor", "lion" or "muon".
         masters: float32 copies of parameters of fewer bits are resident, too.
+        ema: an exponential moving average of the trained parameters is resident, too.
         variants: also measure other ways to run ops that return the same bits.
 
     Raises:
         InvalidInputError: no such function or device, or arguments that exclude each other.
         RuntimeRefusalError: the step cannot be captured.
     """
-    if masters and optimizer is None:
-        raise InvalidInputError("masters are copies for an optimizer: name one (--optimizer)")
+    if (masters or ema) and optimizer is None:
+        raise InvalidInputError("masters and ema are those of an optimizer: name one (--optimizer)")
     if variants and device is not None:
         raise InvalidInputError("variants are measured here, not on a --device that is not here")
     if optimizer is not None and optimizer not in OPTIMIZERS:
         raise InvalidInputError(f"'{optimizer}' is no optimizer of {', '.join(OPTIMIZERS)}")
-    spec = None if optimizer is None else OptimizerSpec(name=optimizer, masters=masters)
+    spec = None if optimizer is None else OptimizerSpec(name=optimizer, masters=masters, ema=ema)
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     if device is not None:

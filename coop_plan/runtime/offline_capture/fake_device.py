@@ -39,13 +39,15 @@ serve_captures()
 class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A step to capture, and the device.
 
-    `target` is `package.module:function`, called with `batch` if that is set. `optimizer` is in the
-    captured graph (`optimizer_state`), with `eager` in the eager iteration alone.
+    `target` is `package.module:function`, called with `batch` and `length` if they are set.
+    `optimizer` is in the captured graph (`optimizer_state`), with `eager` in the eager iteration
+    alone.
     """
 
     target: str
     spec: DeviceSpec
     batch: int | None = None
+    length: int | None = None
     optimizer: OptimizerSpec | None = None
     eager: bool = False
 
@@ -217,7 +219,7 @@ def _capture(request: CaptureRequest) -> CaptureResponse:
     fake, values = FakeTensorMode(), ConstantValues()
     log = StorageLog(kind) if request.eager else None
     with pretended(), log or contextlib.nullcontext():
-        step, args = load_target(request.target, request.batch)
+        step, args = load_target(request.target, request.batch, request.length)
     model = Roofline(request.spec)
 
     def captured() -> Graph:

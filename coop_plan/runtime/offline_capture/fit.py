@@ -1,11 +1,11 @@
 """`coop_plan.fit`: memory of a training step on absent devices, in eager PyTorch and planned."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from coop_plan.planner import Progress
-from coop_plan.planner.fit import Budgeting, largest_batches
+from coop_plan.planner.fit import Budgeting, largest_sizes
 from coop_plan.planner.fit import fit as plans_of
 from coop_plan.planner.progress import Work
 from coop_plan.runtime.errors import RuntimeRefusalError
@@ -29,7 +29,11 @@ UNKNOWN = (
 )
 """Figures that are None if the device has an error."""
 
-Capture = Callable[[int, bool], fake_device.Captured]
+Sizes = Mapping[str, int | None]
+"""Arguments `batch` and `length` of the user's function."""
+
+Capture = Callable[[Sizes, bool], fake_device.Captured]
+"""Captures the step at some sizes; the second argument asks for eager PyTorch's memory."""
 
 
 def fit(
@@ -42,6 +46,9 @@ def fit(
     update: str | None = None,
     margin: float = 0.1,
     batches: bool = False,
+    length: int | None = None,
+    lengths: bool = False,
+    ema: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """The figures of a training step on each device, as in `coop-plan fit --json`.
 
@@ -55,43 +62,56 @@ def fit(
         update: "foreach", "fused", "plain" or "backward"; None is PyTorch's default.
         margin: bytes that PyTorch's allocator reserves, relative to those that are allocated.
         batches: also search the largest batches.
+        length: argument `length` of the function.
+        lengths: also search the largest lengths.
+        ema: an exponential moving average of the trained parameters is kept.
 
     Raises:
-        InvalidInputError: options of an optimizer without one.
+        InvalidInputError: options of an optimizer without one, or `lengths` without a length.
     """
-    if optimizer is None and (masters or update):
-        raise InvalidInputError("masters and update are those of an optimizer: name one")
-    spec = optimizer and OptimizerSpec(name=optimizer, masters=masters, update=update)
-    question = {"batch": batch, "optimizer": optimizer, "masters": masters, "update": update}
+    if lengths and length is None:
+        raise InvalidInputError("the largest lengths are searched from a first one: give --length")
+    if optimizer is None and (masters or update or ema):
+        raise InvalidInputError("masters, update and ema are those of an optimizer: name one")
+    spec = optimizer and OptimizerSpec(name=optimizer, masters=masters, update=update, ema=ema)
+    sizes: Sizes = {"batch": batch, "length": length}
+    searched = [size for size, asked in (("batch", batches), ("length", lengths)) if asked]
+    question = {**sizes, "optimizer": optimizer, "masters": masters, "update": update, "ema": ema}
     with fake_device.OfflineCapture() as captures:
 
         def capture(
-            name: str, there: device_files.DeviceSpec, number: int, eager: bool
+            name: str, there: device_files.DeviceSpec, sizes: Sizes, eager: bool
         ) -> fake_device.Captured:
             work = Work()
-            work.report(Progress(f"{name}: capturing at batch {number}"))
+            at = ", ".join(f"{size} {number}" for size, number in sizes.items() if number)
+            work.report(Progress(f"{name}: capturing at {at}"))
             request = fake_device.CaptureRequest(
-                target=target, spec=there, batch=number, optimizer=spec or None, eager=eager
+                target=target, spec=there, optimizer=spec or None, eager=eager, **sizes
             )
             found = captures.capture(request)
-            work.report(Progress(f"{name}: planning at batch {number}"))
+            work.report(Progress(f"{name}: planning at {at}"))
             return found
 
         for name in devices:
             row = {"device": name, **question, "margin": margin, **dict.fromkeys(UNKNOWN)}
-            row |= {"largest": {}, "error": None, "invalid": False}
+            row |= {"largest": {}, "longest": {}, "error": None, "invalid": False}
             try:
                 there = device_files.device(name)
-                row |= _figures_on(there, partial(capture, name, there), batch, margin, batches)
+                there_at = partial(capture, name, there)
+                row |= _figures_on(there, there_at, sizes, searched, margin)
             except (InvalidInputError, RuntimeRefusalError) as error:
                 row |= {"error": str(error), "invalid": isinstance(error, InvalidInputError)}
             yield row
 
 
 def _figures_on(
-    there: device_files.DeviceSpec, capture: Capture, batch: int, margin: float, batches: bool
+    there: device_files.DeviceSpec,
+    capture: Capture,
+    sizes: Sizes,
+    searched: Sequence[str],
+    margin: float,
 ) -> dict[str, Any]:
-    graph, eager = capture(batch, True)
+    graph, eager = capture(sizes, True)
     assert eager is not None
     available = int((there.memory_bytes - there.context) / (1 + margin))
     outside = eager.outside_step(sum(tensor.bytes for tensor in graph.tensors if tensor.resident))
@@ -101,10 +121,11 @@ def _figures_on(
     if budget.outputs != "outside":
         options["outputs"] = budget.outputs
 
-    def of(made: Plan | None, batch: int = batch) -> dict[str, Any]:
+    def of(made: Plan | None, batch: int | None = None) -> dict[str, Any]:
         """A plan's figures; `peak_bytes` includes the bytes outside the step."""
         if made is None:
             return {}
+        batch = batch or sizes["batch"] or 1
         return {
             "peak_bytes": made.peak_bytes + outside,
             "budget_bytes": made.peak_bytes,
@@ -134,22 +155,38 @@ def _figures_on(
         "smallest": smallest,
         "within": within or None,
     }
-    if not batches:
-        return figures
+    for size in searched:
+        try:
+            figures |= _largest(graph, capture, sizes, size, budget, of)
+        except InvalidInputError as error:
+            return figures | {"error": f"no largest {size}: {error}"}
+    return figures
+
+
+def _largest(
+    graph: Graph,
+    capture: Capture,
+    sizes: Sizes,
+    size: str,
+    budget: Budgeting,
+    of: Callable[..., dict[str, Any]],
+) -> dict[str, Any]:
+    """The largest batches or lengths by limit of overhead; `graph` is that of `sizes`."""
+    first = sizes[size]
+    assert first is not None
 
     def graph_at(number: int) -> Graph:
         try:
-            return graph if number == batch else capture(number, False).graph
+            return graph if number == first else capture({**sizes, size: number}, False).graph
         except (InvalidInputError, RuntimeRefusalError) as error:
-            raise InvalidInputError(f"at batch {number}, {error}") from None
+            raise InvalidInputError(f"at {size} {number}, {error}") from None
 
-    try:
-        largest = largest_batches(graph_at, batch, budget, LIMITS)
-    except InvalidInputError as error:
-        return figures | {"error": f"no largest batch: {error}"}
-    return figures | {
-        "largest": {
-            name: {"limit": best.limit, "batch": best.batch, "plan": of(best.plan, best.batch)}
-            for name, best in largest.items()
+    found = {
+        name: {
+            "limit": best.limit,
+            size: best.size,
+            "plan": of(best.plan, best.size if size == "batch" else None),
         }
+        for name, best in largest_sizes(graph_at, first, budget, LIMITS).items()
     }
+    return {"largest" if size == "batch" else "longest": found}

@@ -16,8 +16,10 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
         name: one of `OPTIMIZERS`.
         masters: parameters of fewer bits have float32 copies, which it updates.
         update: one of `UPDATES`; None is PyTorch's default, foreach on CUDA and plain on the CPU.
+        ema: an exponential moving average of what it updates is kept.
     """
 
     name: str
     masters: bool = False
     update: str | None = None
+    ema: bool = False

@@ -29,7 +29,8 @@ def with_optimizer_state(captured: Captured, optimizer: OptimizerSpec) -> Graph:
             update.step()
             kept = [tensor for tensor in update.states if tensor.ndim] + update.masters
     size = sum(tensor.numel() * tensor.element_size() for tensor in kept)
-    name = optimizer.name + (" and float32 masters" if optimizer.masters else "")
+    parts = [optimizer.name, *["float32 masters"] * optimizer.masters, *["ema"] * optimizer.ema]
+    name = " and ".join(parts)
     state = Tensor(id=len(graph.tensors), name=name, bytes=size, kind="buffer")
     return msgspec.structs.replace(graph, tensors=[*graph.tensors, state])
 

@@ -128,6 +128,7 @@ class Update:
                 self._pairs.append((parameter, master))
             updated.append(master)
         self._optimizers = MAKERS[spec.name](updated, **options)
+        self._averages = [(p.detach().clone(), p) for p in updated] if spec.ema else []
 
     @property
     def masters(self) -> list[Any]:
@@ -136,13 +137,14 @@ class Update:
 
     @property
     def states(self) -> list[Any]:
-        """Tensors that the optimizer keeps."""
+        """Tensors that the optimizer keeps, and averages."""
         states = [s for optimizer in self._optimizers for s in optimizer.state.values()]
-        return [value for state in states for value in state.values()]
+        kept = [value for state in states for value in state.values()]
+        return kept + [average for average, _ in self._averages]
 
     @torch.no_grad()
     def step(self) -> None:
-        """Run the optimizer's step; masters are copied back."""
+        """Run the optimizer's step; masters are copied back, averages follow."""
         for parameter, master in self._pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()
         with torch.device("cpu"), _OnesForValues():  # type: ignore[no-untyped-call]
@@ -151,3 +153,5 @@ class Update:
         for parameter, master in self._pairs:
             master.grad = None
             parameter.copy_(master)
+        for average, updated in self._averages:
+            average.lerp_(updated, 0.001)

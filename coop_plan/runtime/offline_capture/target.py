@@ -33,6 +33,9 @@ from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd
 from coop_plan.runtime.variants.passes import VARIANT_PASSES
 from coop_plan.schemas import Graph, InvalidInputError
 
+SIZES = ("batch", "length")
+"""Arguments of a user's function that options set."""
+
 
 def capture_target(
     spec: str,
@@ -52,15 +55,17 @@ def capture_target(
     return capture(step, args, name=name, optimizer=optimizer, variants=variants)
 
 
-def load_target(spec: str, batch: int | None = None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def load_target(
+    spec: str, batch: int | None = None, length: int | None = None
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Call `package.module:function`; returns its step and the step's example arguments.
 
-    The function takes no arguments, or one named `batch`, and returns a callable and its example
-    arguments, a tuple or list; the callable returns a loss, or several tensors that need gradients.
+    The function takes no arguments, or those named `batch` and `length` that are given. It returns
+    a callable and its example arguments, a tuple or list; the callable returns a loss, or several
+    tensors that need gradients.
 
     Raises:
-        InvalidInputError: no such module or function, not such a result, or no argument `batch`
-            where one is given.
+        InvalidInputError: no such module or function, not such a result, or no such argument.
     """
     module_name, colon, function_name = spec.partition(":")
     if not colon or not module_name or not function_name:
@@ -70,12 +75,14 @@ def load_target(spec: str, batch: int | None = None) -> tuple[Callable[..., Any]
         function = getattr(module, function_name, None)
         if not callable(function):
             raise InvalidInputError(f"module '{module_name}' has no function '{function_name}'")
-        if batch is not None and "batch" not in inspect.signature(function).parameters:
-            raise InvalidInputError(
-                f"'{spec}' takes no argument 'batch', which --batch sets: declare it as"
-                f" {function_name}(batch=...)"
-            )
-        kwargs = {} if batch is None else {"batch": batch}
+        sizes = zip(SIZES, (batch, length), strict=True)
+        kwargs = {name: size for name, size in sizes if size is not None}
+        for name in kwargs:
+            if name not in inspect.signature(function).parameters:
+                raise InvalidInputError(
+                    f"'{spec}' takes no argument '{name}', which --{name} sets: declare it as"
+                    f" {function_name}({name}=...)"
+                )
         _check_call(spec, function, kwargs)
         result = function(**kwargs)
     except InvalidInputError:
@@ -121,8 +128,9 @@ def _check_call(spec: str, function: Callable[..., Any], kwargs: Mapping[str, An
         inspect.signature(function).bind(**kwargs)
     except TypeError as error:
         message = f"'{spec}' cannot be called: {error}"
-        if not kwargs and "batch" in inspect.signature(function).parameters:
-            message += " (--batch N)"
+        parameters = inspect.signature(function).parameters
+        if wanted := [f"--{name} N" for name in SIZES if name in parameters and name not in kwargs]:
+            message += f" ({' '.join(wanted)})"
         raise InvalidInputError(message) from None
 
 

@@ -141,7 +141,8 @@ class Symbols:
         if environment.deferred_runtime_asserts or environment.replacements:
             return None
         for symbol, allowed in environment.var_to_range.items():
-            if symbol not in bound or not allowed.lower <= bound[symbol] <= allowed.upper:
+            size = bound.get(symbol)  # None: of the base of a view
+            if size is not None and not allowed.lower <= size <= allowed.upper:
                 return None
         held = (guard.expr.xreplace(bound) for guard in environment.guards)
         return bound if all(bool(one == True) for one in held) else None  # noqa: E712 - of sympy
@@ -162,6 +163,11 @@ def at_sizes(size: Any, bound: dict[Any, int]) -> int:
     if found is None:
         found = bound[expression] = int(expression.xreplace(bound))
     return found
+
+
+def expression_of(size: Any) -> Any:
+    """A size as it is written in the symbols of its trace."""
+    return size if isinstance(size, int) else size.node.expr
 
 
 def is_integer(value: object) -> bool:

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._dynamo.utils import preserve_rng_state
@@ -38,6 +38,42 @@ def real_mode() -> Iterator[None]:
         preserve_rng_state(),
     ):
         yield
+
+
+def fake_over(storage: torch.UntypedStorage, like: "Layout", mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor of a mode, over a storage of the `meta` device."""
+    with unset_fake_temporarily(), torch.no_grad():
+        whole = torch.empty(0, dtype=like.dtype, device="meta")
+        made = whole.set_(storage, like.offset, like.shape, like.stride)
+        made = torch._conj(made) if like.is_conj else made
+        made = torch._neg_view(made) if like.is_neg else made
+        return FakeTensor(mode, made, like.device)
+
+
+def meta_storage(size: int) -> torch.UntypedStorage:
+    """A storage without memory."""
+    with unset_fake_temporarily():
+        return torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
+
+
+class Layout(NamedTuple):
+    """Type and geometry of a fake tensor, without its storage."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    device: torch.device
+    is_conj: bool
+    is_neg: bool
+
+    @staticmethod
+    def of(value: torch.Tensor) -> "Layout":
+        """The layout of a tensor."""
+        return Layout(
+            *(value.dtype, tuple(value.shape), value.stride(), int(value.storage_offset())),
+            *(value.device, value.is_conj(), value.is_neg()),
+        )
 
 
 DEVICE_CALLS = (

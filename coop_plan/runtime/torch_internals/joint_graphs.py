@@ -1,6 +1,6 @@
 """AOTAutograd's joint graph, and the compiled code that replaces it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -13,9 +13,13 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     SavedForBackwardsAOTOutput,
 )
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = ["InputMutationAOTOutput", "SavedForBackwardsAOTOutput", "aot_autograd"]
+
+CHECKPOINT_KEYS = ("recompute", "ac_graph_id")
+"""Keys in `node.meta` with the policy of a checkpoint for an op, and the checkpoint's number."""
 
 
 def lazy_graph_code() -> AbstractContextManager[None]:
@@ -26,6 +30,12 @@ def lazy_graph_code() -> AbstractContextManager[None]:
     return cast("AbstractContextManager[None]", _use_lazy_graph_module(True))
 
 
+def interpreted_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """`graph` as a module without Python code, with the constants of `root`."""
+    with lazy_graph_code():
+        return _make_graph_module(root, graph)
+
+
 def is_primal(node: fx.Node) -> bool:
     """True if an input of a joint graph is an input of the forward, by AOTAutograd's naming."""
     return node.op == "placeholder" and str(node.target).startswith("primals")
@@ -34,6 +44,13 @@ def is_primal(node: fx.Node) -> bool:
 def is_tangent(node: fx.Node) -> bool:
     """True if an input of a joint graph is the gradient of an output."""
     return node.op == "placeholder" and str(node.target).startswith("tangents")
+
+
+def checkpoint_of(node: fx.Node) -> Hashable | None:
+    """The checkpoint (`torch.utils.checkpoint`) that recomputes an op; None if there is none."""
+    policy, number = map(node.meta.get, CHECKPOINT_KEYS)
+    recomputed = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
+    return number if policy in recomputed else None
 
 
 def plain_outputs(module: fx.GraphModule) -> list[Any]:

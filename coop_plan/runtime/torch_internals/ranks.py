@@ -37,14 +37,6 @@ def wait_for_collective(tensor: torch.Tensor) -> torch.Tensor:
     return waited
 
 
-def world_group() -> str | None:
-    """The name of the process group of all ranks; None if there is only one process."""
-    if world_size() == 1:
-        return None
-    world: Any = torch.distributed.group.WORLD
-    return str(world.group_name)
-
-
 def world_size() -> int:
     """Number of ranks of this job."""
     alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()

@@ -31,7 +31,8 @@ def below_autograd_with_grad_mode() -> Iterator[None]:
         yield
 
 
-_patch_lock = fork_safe_lock()
+patch_lock = fork_safe_lock()
+"""Lock of a thread that overrides PyTorch's tables."""
 
 _KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 
@@ -44,7 +45,7 @@ def python_kernels(kernels_by_op: Mapping[Any, Callable[..., Any] | None]) -> It
     and `CompositeImplicitAutograd`; without an entry the C++ kernel runs; `_dispatch_cache` holds
     earlier lookups.
     """
-    with _patch_lock:
+    with patch_lock:
         saved = {op: {key: op.py_kernels.get(key) for key in _KEYS} for op in kernels_by_op}
         try:
             for op, kernel in kernels_by_op.items():
@@ -83,7 +84,7 @@ def keep_unused(op: OpOverload) -> Iterator[None]:
     none); dead-code elimination keeps ops in `_side_effectful_functions`.
     """
     holder: Any = getattr(simple_registry.singleton.find(op._schema.name), "effect", None)
-    with _patch_lock:
+    with patch_lock:
         saved = None if holder is None else holder.effect
         is_new = op not in _side_effectful_functions
         try:
@@ -105,7 +106,7 @@ def before_functionalization(see: Callable[[Any, Any], None]) -> Iterator[None]:
     Assumed: it calls `FunctionalTensorMode.__torch_dispatch__`, looked up on the class.
     """
     functional: Any = FunctionalTensorMode
-    with _patch_lock:
+    with patch_lock:
         saved = functional.__torch_dispatch__
 
         def dispatch(

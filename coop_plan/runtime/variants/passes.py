@@ -9,6 +9,11 @@ from coop_plan.runtime.variants.max_pool import add_max_pool_variants
 from coop_plan.runtime.variants.output_for_grad import add_output_variants
 from coop_plan.runtime.variants.shape_only_backward import use_shape_only_backwards
 
+PASSES_FOR_ANY_SIZES = VariantPasses(
+    rewrites=(fuse_cross_entropies,), overwritable_arguments=overwritable_arguments, additions=()
+)
+"""Those whose results hold at any sizes: other variants were compared with the op at one size."""
+
 VARIANT_PASSES = VariantPasses(
     rewrites=(fuse_cross_entropies, use_shape_only_backwards),
     overwritable_arguments=overwritable_arguments,
