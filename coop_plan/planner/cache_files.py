@@ -9,9 +9,11 @@ import functools
 import logging
 import os
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 try:
     import fcntl
@@ -189,6 +191,20 @@ def _take(file: int, seconds: float, waiting: str) -> None:
 @functools.cache
 def _log_once(message: str) -> None:
     log.warning(message)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: int = 0o600) -> Iterator[IO[bytes]]:
+    """A new file beside `path`, which it replaces at the end of the block, if that is whole."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        try:
+            os.fchmod(file.fileno(), mode)
+            yield file
+            file.flush()
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
 
 
 def continue_without(cache: Path, error: Exception) -> None:

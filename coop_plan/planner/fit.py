@@ -1,9 +1,9 @@
-"""Fit of a step in a budget: its plan within it, the smallest budget, and the largest batches.
+"""Fit of a step in a budget: its plan within it, the smallest budget, and the largest sizes.
 
-Every number is that of a verified plan. The search for the largest batch interpolates between two
-captured graphs, with sizes and costs affine in the batch. A batch is accepted once the step has
-been captured at it and planned within the budget. If that fails, the new capture replaces one of
-the two, and the search continues below it.
+Every number is that of a verified plan. A size is a batch, or the length of a sequence. The search
+for the largest size interpolates between two captured graphs, with bytes and costs affine in the
+size. A size is accepted once the step has been captured at it and planned within the budget. If
+that fails, the new capture replaces one of the two, and the search continues below it.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,9 +17,9 @@ from coop_plan.planner.planning import plan
 from coop_plan.schemas import Graph, InvalidInputError, Outputs, Plan
 
 MAX_CAPTURES = 6
-"""Limit of captures per search for a largest batch."""
+"""Limit of captures per search for a largest size."""
 
-MAX_BATCH = 1 << 24
+MAX_SIZE = 1 << 24
 
 ONE_FORWARD = "one extra forward"
 """Limit of overhead: the cost of the forward pass, as of a checkpoint for every layer."""
@@ -57,10 +57,10 @@ class Fit:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest batch within a limit of overhead, with its plan; 0 and None if none was found."""
+    """The largest size within a limit of overhead, with its plan; 0 and None if none was found."""
 
     limit: float
-    batch: int
+    size: int
     plan: Plan | None
 
 
@@ -70,23 +70,23 @@ def fit(graph: Graph, budget: Budgeting) -> Fit:
     return Fit(kept, plan(graph, "min", outputs=budget.outputs), budget.plan(graph))
 
 
-def largest_batches(
-    graph_at: Callable[[int], Graph], batch: int, budget: Budgeting, limits: Mapping[str, float]
+def largest_sizes(
+    graph_at: Callable[[int], Graph], size: int, budget: Budgeting, limits: Mapping[str, float]
 ) -> dict[str, Largest]:
-    """The largest batch within a budget per limit of overhead.
+    """The largest size within a budget per limit of overhead.
 
     Args:
-        graph_at: captures the step at a batch; `batch`, twice it and a few others are captured.
-        batch: the first batch.
-        budget: of the step, at any batch.
+        graph_at: captures the step at a size; `size`, twice it and a few others are captured.
+        size: the first size.
+        budget: of the step, at any size.
         limits: limits of overhead by name; `ONE_FORWARD` is added.
 
     Raises:
-        InvalidInputError: the step has other ops at another batch, or `graph_at` raised it.
+        InvalidInputError: the step has other ops at another size, or `graph_at` raised it.
     """
     search = _Search(graph_at, budget)
-    limits = {**limits, ONE_FORWARD: forward_share(search.capture(batch))}
-    return {name: search.largest(batch, limit) for name, limit in limits.items()}
+    limits = {**limits, ONE_FORWARD: forward_share(search.capture(size))}
+    return {name: search.largest(size, limit) for name, limit in limits.items()}
 
 
 def forward_share(graph: Graph) -> float:
@@ -96,7 +96,7 @@ def forward_share(graph: Graph) -> float:
 
 
 def scaled(small: Graph, large: Graph, position: float) -> Graph:
-    """Linear interpolation between the graphs of two batches: 0 is the first, 1 the second.
+    """Linear interpolation between the graphs of two sizes: 0 is the first, 1 the second.
 
     Positions outside [0, 1] extrapolate.
 
@@ -106,8 +106,8 @@ def scaled(small: Graph, large: Graph, position: float) -> Graph:
     structure = [(op.name, op.inputs, op.outputs) for op in small.ops]
     if structure != [(op.name, op.inputs, op.outputs) for op in large.ops]:
         raise InvalidInputError(
-            "the step has other ops at another batch, so it cannot be interpolated: ask for one"
-            " batch at a time"
+            "the step has other ops at another size, so it cannot be interpolated: ask for one"
+            " size at a time"
         )
 
     def at(first: float, second: float) -> float:
@@ -130,7 +130,7 @@ def scaled(small: Graph, large: Graph, position: float) -> Graph:
 
 @dataclass
 class _Search:
-    """Cached captures and plans of one step at many batches within one budget."""
+    """Cached captures and plans of one step at many sizes within one budget."""
 
     _graph_at: Callable[[int], Graph]
     _budget: Budgeting
@@ -139,8 +139,8 @@ class _Search:
     _interpolated: dict[tuple[int, int, int], Plan | None] = field(default_factory=dict)
 
     def largest(self, first: int, limit: float) -> Largest:
-        """The largest batch whose captured step has a plan with at most this overhead."""
-        low, high = 0, MAX_BATCH
+        """The largest size whose captured step has a plan with at most this overhead."""
+        low, high = 0, MAX_SIZE
         pair = (first, 2 * first)
         for _ in range(MAX_CAPTURES):
             guess = self._guess(pair, low, high, limit)
@@ -155,12 +155,12 @@ class _Search:
 
     def _guess(self, pair: tuple[int, int], low: int, high: int, limit: float) -> int:
         """
-        The largest batch in (`low`, `high`) whose interpolated graph meets the limit; else `low`.
+        The largest size in (`low`, `high`) whose interpolated graph meets the limit; else `low`.
 
-        Steps double upwards from the first batch; after a failed guess downwards from that one,
+        Steps double upwards from the first size; after a failed guess downwards from that one,
         which was close. Then bisection.
         """
-        if high == MAX_BATCH:
+        if high == MAX_SIZE:
             step = max(1, pair[0])
             while low + step < high and _meets(self._scaled(pair, low + step), limit):
                 low += step
@@ -180,25 +180,25 @@ class _Search:
                 high = middle
         return low
 
-    def _scaled(self, pair: tuple[int, int], batch: int) -> Plan | None:
-        key = (*pair, batch)
+    def _scaled(self, pair: tuple[int, int], size: int) -> Plan | None:
+        key = (*pair, size)
         if key not in self._interpolated:
             small, large = (self.capture(b) for b in pair)
-            position = (batch - pair[0]) / (pair[1] - pair[0])
+            position = (size - pair[0]) / (pair[1] - pair[0])
             graph = scaled(small, large, position)
             self._interpolated[key] = self._budget.plan(graph)
         return self._interpolated[key]
 
-    def _planned(self, batch: int) -> Plan | None:
-        if batch not in self._planned_at:
-            self._planned_at[batch] = self._budget.plan(self.capture(batch))
-        return self._planned_at[batch]
+    def _planned(self, size: int) -> Plan | None:
+        if size not in self._planned_at:
+            self._planned_at[size] = self._budget.plan(self.capture(size))
+        return self._planned_at[size]
 
-    def capture(self, batch: int) -> Graph:
-        """The graph at a batch, captured once."""
-        if batch not in self._captured:
-            self._captured[batch] = self._graph_at(batch)
-        return self._captured[batch]
+    def capture(self, size: int) -> Graph:
+        """The graph at a size, captured once."""
+        if size not in self._captured:
+            self._captured[size] = self._graph_at(size)
+        return self._captured[size]
 
 
 def _meets(made: Plan | None, limit: float) -> bool:

@@ -10,12 +10,16 @@ from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.exact.model.variants import restore_variants, without_pairs
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.placement.layout import WORK, Layout, lay_out
+from coop_plan.schemas.units import Budget
 
 MAX_OPS_APART = 2000
 """Ops up to which keep-everything is also laid out without any in-place pairs.
 
 On larger graphs it is laid out without the pairs whose output is smaller.
 """
+
+SMALL_PROBLEM_OPS = 100
+"""Ops up to which arenas are searched to the last aligned byte."""
 
 
 def keep_all_schedule(problem: Problem) -> Schedule:
@@ -45,6 +49,16 @@ def lay_out_everything(
             layout = Layout(restored, apart.placement)
         layout = layout._replace(placement=replace(layout.placement, lower_bound=bound))
     return layout
+
+
+def reference_layout(problem: Problem, budget: Budget) -> Layout:
+    """The layout of keep-everything that a budget is held against.
+
+    A share refers to the best one that is found. For a budget in bytes a greedy layout of a larger
+    problem is enough: if the budget is near it, the caller searches further.
+    """
+    exact = budget.kind == "share" or problem.op_count <= SMALL_PROBLEM_OPS
+    return lay_out_everything(problem, work=WORK if exact else 0)
 
 
 def keep_all_solution(placed: PlacedSchedule) -> Solution:

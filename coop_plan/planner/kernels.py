@@ -21,7 +21,8 @@ from coop_plan.planner.core.params import Params, values_class
 from coop_plan.planner.method import Progress
 
 PLACEMENT = tuple(
-    f"placement.{name}" for name in ("canonical", "first_fit", "instance", "restarts", "skyline")
+    f"placement.{name}"
+    for name in ("canonical", "first_fit", "instance", "restarts", "skyline", "windows")
 )
 LAYOUT = ("core.inplace", "core.lifetimes", *PLACEMENT)
 ONLINE = (*LAYOUT, "online.run", "online.simulator")

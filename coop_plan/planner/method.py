@@ -42,7 +42,7 @@ class Request:
     any_schedule: bool = False
     """True if the first schedule that fits is wanted, at any cost."""
     larger: PlacedSchedule | None = None
-    """With `any_schedule`: a schedule that needs little more memory, to start from."""
+    """A schedule to start from; with `any_schedule` it needs a little more memory."""
     progress: Callable[[Progress], None] | None = None
     start: tuple[int, ...] | None = None
     """Ops in the order of a known schedule, to start from."""

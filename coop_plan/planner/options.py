@@ -18,6 +18,7 @@ from coop_plan.schemas import (
     Graph,
     InvalidInputError,
     Outputs,
+    Plan,
     parse_budget,
     parse_bytes,
     parse_rate,
@@ -163,6 +164,19 @@ class PlanOptions(Model, frozen=True, kw_only=True):
         if isinstance(budget, PlanOptions):
             return budget
         return PlanOptions.of({"budget": budget} | dict(fields))
+
+    @classmethod
+    def of_plan(cls, plan: Plan, **others: Any) -> Self:
+        """The options that a plan's figures depend on, by its document; with `others`."""
+        link = plan.link_bytes_per_s
+        asked = {
+            "budget": plan.budget_bytes,
+            "outputs": plan.outputs,
+            "alignment": plan.alignment,
+            "host_budget": plan.host_budget_bytes,
+            "link": None if link is None else int(link),
+        }
+        return cls.of(asked | others)
 
     @property
     def budget(self) -> Budget:

@@ -1,7 +1,7 @@
 """`plan`, the entry point of the planner: from graph and options to one verified plan."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +19,16 @@ from coop_plan.planner.core.memory_bounds import (
     working_sets,
 )
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.keep_all import keep_all_solution, lay_out_everything
+from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.keep_all import (
+    keep_all_solution,
+    lay_out_everything,
+    reference_layout,
+)
 from coop_plan.planner.kernels import compile_method
 from coop_plan.planner.method import MethodInfo, Progress, Request, Solution
 from coop_plan.planner.options import PlanOptions
-from coop_plan.planner.placement.layout import WORK, lay_out_host
+from coop_plan.planner.placement.layout import lay_out_host
 from coop_plan.planner.smallest_budget import Task
 from coop_plan.planner.verifier import verify
 from coop_plan.planner.warm_start import as_answer, fits, runs_of
@@ -46,6 +51,13 @@ def keep_all_peak(graph: Graph, options: PlanOptions) -> int:
     graph = options.apply_link(graph)
     problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
     return problem.fixed_bytes + lay_out_everything(problem).placed.arena_bytes
+
+
+def peak_of_order(graph: Graph, ops: Sequence[int]) -> int:
+    """Bytes live at the fullest run of these ops in this order, resident bytes included."""
+    problem = Problem.from_graph(graph, 1, "arena")
+    live = Schedule.of(problem, ops).live_bytes(exact=True)
+    return problem.fixed_bytes + int(live.max(initial=0))
 
 
 def plan(
@@ -126,9 +138,7 @@ def _planned(
         request = replace(request, start=runs_of(problem, start))
     task = Task(problem, info, request)
 
-    # A share refers to the best placement; a budget in bytes gets a second try below.
-    work = WORK if options.budget.kind == "share" else 0
-    everything, placement = lay_out_everything(problem, work=work)
+    everything, placement = reference_layout(problem, options.budget)
     budget_bytes = options.budget.resolve(problem.fixed_bytes + everything.arena_bytes)
 
     def finish(solution: Solution, budget: int) -> Plan:
@@ -136,8 +146,13 @@ def _planned(
 
     if budget_bytes is None:
         smallest = task.smallest(everything)
-        met, bound = problem.fixed_bytes + smallest.arena_bytes, budget_lower_bound(problem)
-        return verified_plan(graph, smallest.solution, options, met, started, bound)
+        solution, arena = smallest.solution, smallest.arena_bytes
+        if placement.lower_bound < arena:  # a method that found little: lay out further
+            again, _ = lay_out_everything(problem, order_hint=placement.order)
+            if again.arena_bytes < arena:
+                solution, arena = keep_all_solution(again), again.arena_bytes
+        met, bound = problem.fixed_bytes + arena, budget_lower_bound(problem)
+        return verified_plan(graph, solution, options, met, started, bound)
     limit = budget_bytes - problem.fixed_bytes
     if everything.arena_bytes > limit >= placement.lower_bound:
         # The bound does not exclude this budget: search further, from the layout found.

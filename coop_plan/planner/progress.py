@@ -55,6 +55,12 @@ class Work:
         log.warning("%s%s", progress.message, left)
 
 
+def log_duration(message: str, seconds: float) -> None:
+    """Log the duration of work that took long enough for a line, if stderr is a terminal."""
+    if _listener.get() is None and seconds >= SECONDS_A_LINE and sys.stderr.isatty():
+        log.warning("%s %.0f s", message, seconds)
+
+
 def counted(items: Iterable[T], count: int, message: str) -> Iterator[T]:
     """The items; before each, the share of `count` that is done is reported."""
     work = Work()

@@ -9,11 +9,11 @@ import time
 
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, Schedule
-from coop_plan.planner.keep_all import lay_out_everything
+from coop_plan.planner.keep_all import reference_layout
 from coop_plan.planner.kernels import LAYOUT, compile_modules
 from coop_plan.planner.method import Solution
 from coop_plan.planner.options import PlanOptions
-from coop_plan.planner.placement.layout import WORK, lay_out
+from coop_plan.planner.placement.layout import lay_out
 from coop_plan.planner.planning import verified_plan
 from coop_plan.schemas import Compute, Graph, Offload, Op, Plan, Prefetch
 
@@ -47,8 +47,7 @@ def rescaled(graph: Graph, like: Graph, plan: Plan, options: PlanOptions) -> Pla
     problem = Problem.from_graph(
         options.apply_link(graph), options.alignment, options.outputs, options.host_budget
     )
-    work = WORK if options.budget.kind == "share" else 0  # as in `planning.plan`
-    everything, _ = lay_out_everything(problem, work=work)
+    everything, _ = reference_layout(problem, options.budget)
     budget_bytes = options.budget.resolve(problem.fixed_bytes + everything.arena_bytes)
     assert budget_bytes is not None
     limit = budget_bytes - problem.fixed_bytes

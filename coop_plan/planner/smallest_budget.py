@@ -19,14 +19,11 @@ from coop_plan.planner.core.memory_bounds import (
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
 from coop_plan.planner.exact.model.variants import restore_variants, without_pairs, without_variants
-from coop_plan.planner.keep_all import keep_all_solution, lay_out_everything
+from coop_plan.planner.keep_all import SMALL_PROBLEM_OPS, keep_all_solution, lay_out_everything
 from coop_plan.planner.method import MethodInfo, Progress, Request, Solution
 from coop_plan.planner.placement.layout import lay_out_host
 from coop_plan.planner.registry import METHODS
 from coop_plan.schemas import format_bytes
-
-SMALL_PROBLEM_OPS = 100
-"""Ops up to which the smallest arena is searched to the last aligned byte."""
 
 COARSE_PROBES = 7
 """
@@ -36,6 +33,9 @@ with more memory. A probe that succeeds ends early, and counts as `SUCCESS_SHARE
 
 SUCCESS_SHARE = 0.25
 
+LINKED_PROBES = 3
+"""The same with a link to the host, where a probe that succeeds takes as long as another."""
+
 PLAIN_PROBES = 1
 """Probes without in-place pairs, before those with them, on larger graphs without variants."""
 
@@ -43,7 +43,7 @@ FINE_PROBES = 64
 """Most probes on small graphs, counted likewise."""
 
 RESOLUTION = 256
-"""On larger graphs the search ends when its interval is at most 1/256 of the arena."""
+"""On larger graphs the search ends when its interval is at most 1/256 of the budget."""
 
 SEARCH_SHARE = 0.5
 """With a deadline, share of the time for probes; the rest lowers the cost of the plan."""
@@ -217,8 +217,10 @@ class _Interval:
 
     def narrow(self, most: int | None = None) -> None:
         """Probe arenas within the interval until it is small enough or the probes are used up."""
+        linked = not self.small and "transfers" in self.task.problem.beyond_recomputation
         if most is None:
-            most = FINE_PROBES if self.small else COARSE_PROBES
+            coarse = LINKED_PROBES if linked else COARSE_PROBES
+            most = FINE_PROBES if self.small else coarse
         task = replace(self.task, request=self.task.request.part(SEARCH_SHARE))
         guess = max(0, self.floor + self.step)
         if not self.small:  # schedules below this are rare
@@ -230,7 +232,7 @@ class _Interval:
                 met = format_bytes(task.problem.fixed_bytes + self.met)
                 message = f"searching the smallest budget: {met} is met"
                 task.request.progress(Progress(message, used / most))
-            used += SUCCESS_SHARE if self._probe(task, guess) else 1
+            used += SUCCESS_SHARE if self._probe(task, guess) and not linked else 1
             guess = self._next(last=used + 1 >= most)
 
     def _probe(self, task: Task, arena: int) -> bool:
@@ -273,7 +275,8 @@ class _Interval:
     @property
     def _small_enough(self) -> int:
         """Bytes of an interval that ends the search."""
-        return self.step if self.small else max(self.step, self._hint // RESOLUTION)
+        budget = self.task.problem.fixed_bytes + self._hint
+        return self.step if self.small else max(self.step, budget // RESOLUTION)
 
     def _next(self, *, last: bool) -> int:
         """The next arena to probe; that of the known schedule in the end, to confirm it."""
@@ -303,12 +306,15 @@ class _Interval:
         if known.solution.placed.arena_bytes < known.arena_bytes:  # the method finds it no more
             return known
         try:
-            found = task.solve(known.arena_bytes)
+            found = self._started(task).solve(known.arena_bytes)
         except (DoesNotFitError, TimeLimitError):
             return self.start if timed and task.method.starts_from else _smaller(known, self.start)
         arena = found.placed.arena_bytes
-        if self.failed < arena < known.arena_bytes and not timed:
-            with contextlib.suppress(DoesNotFitError):
-                task.solve(arena, any_schedule=True)
-                return Smallest(arena, found)
+        if arena < known.arena_bytes and not timed:
+            if not self.small:
+                return _smaller(Smallest(arena, found), self.start)
+            if arena > self.failed:
+                with contextlib.suppress(DoesNotFitError):
+                    task.solve(arena, any_schedule=True)
+                    return Smallest(arena, found)
         return _smaller(Smallest(known.arena_bytes, found), self.start)

@@ -1,9 +1,11 @@
 """Structural fingerprint and cost signature of a graph, the two keys of cached plans."""
 
 import hashlib
+import itertools
 import json
 import math
 import re
+from collections.abc import Iterator
 
 import msgspec
 
@@ -31,7 +33,7 @@ def fingerprint(graph: Graph) -> str:
     def pairs(variant: Op | Variant) -> list[list[int]]:
         return sorted([number[a], number[b]] for a, b in variant.inplace)
 
-    ops = [
+    ops = (
         [
             op.name,
             op.phase,
@@ -55,9 +57,9 @@ def fingerprint(graph: Graph) -> str:
             ],
         ]
         for op in graph.ops
-    ]
+    )
     unused = sorted(shape(t) for t in graph.tensors if t.id not in number)
-    return _digest([graph.schema_, ops, [shape(by_id[t]) for t in number], unused])
+    return _digest(graph.schema_, ops, (shape(by_id[t]) for t in number), unused)
 
 
 def tensor_order(graph: Graph) -> list[int]:
@@ -80,24 +82,45 @@ def cost_signature(graph: Graph) -> str:
     Two measurements of one machine mostly have equal signatures. If they differ, a cached plan's
     cost figures are for other costs; the plan stays valid.
     """
-    costs = [
+    costs = (
         [
             round(math.log2(c)) if c > 0 else None
             for c in (op.cost_us, *(v.cost_us for v in op.variants))
         ]
         for op in graph.ops
-    ]
+    )
     device = graph.device
     rates = [device.d2h_bytes_per_s, device.h2d_bytes_per_s] if device.linked else []
-    return _digest([costs, *(round(math.log2(rate)) for rate in rates)])
+    return _digest(costs, *(round(math.log2(rate)) for rate in rates))
 
 
 _LITERAL = re.compile(rb"[ -\[\]-~]*")
 """Text that every JSON encoder writes unescaped: printable ASCII without the backslash."""
 
 
-def _digest(document: object) -> str:
+PART = 256
+"""Entries of a list that are encoded at once."""
+
+
+def _digest(*members: object) -> str:
+    """Digest of the JSON array of `members`; iterators are lists, of which a part is in memory."""
+    found = hashlib.sha256()
+    for place, member in enumerate(members):
+        found.update(b"," if place else b"[")
+        if not isinstance(member, Iterator):
+            found.update(_encoded(member))
+            continue
+        separator = b"["
+        while part := list(itertools.islice(member, PART)):
+            found.update(separator + _encoded(part)[1:-1])
+            separator = b","
+        found.update(b"[]" if separator == b"[" else b"]")
+    found.update(b"]")
+    return f"sha256:{found.hexdigest()}"
+
+
+def _encoded(document: object) -> bytes:
     data = msgspec.json.encode(document)
     if not _LITERAL.fullmatch(data):  # libraries escape other characters differently
         data = json.dumps(document, separators=(",", ":"), ensure_ascii=True).encode()
-    return "sha256:" + hashlib.sha256(data).hexdigest()
+    return data

@@ -130,6 +130,8 @@ def parse_budget(text: str | int) -> Budget:
                     " or plain bytes", ", plain bytes, 50% or min"
                 )
             ) from None
+    if budget.value <= 0 and re.search("[1-9]", text):
+        raise InvalidInputError(f"'{text}' is less than a byte: write a share as 60%")
     if budget.value <= 0:
         raise InvalidInputError(f"'{text}' is not a budget: it must be above zero")
     return budget

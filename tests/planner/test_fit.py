@@ -3,7 +3,7 @@
 import pytest
 
 from coop_plan.planner import plan
-from coop_plan.planner.fit import ONE_FORWARD, Budgeting, fit, largest_batches, scaled
+from coop_plan.planner.fit import ONE_FORWARD, Budgeting, fit, largest_sizes, scaled
 from coop_plan.schemas import InvalidInputError, parse_graph
 
 LAYERS = 6
@@ -38,7 +38,7 @@ def chain(batch, bend=lambda batch: batch):
 def test_a_graph_between_two_captured_ones_is_the_captured_one():
     assert scaled(chain(2), chain(4), 3.5) == chain(9)
     assert scaled(chain(2), chain(4), -0.5) == chain(1)
-    with pytest.raises(InvalidInputError, match="other ops at another batch"):
+    with pytest.raises(InvalidInputError, match="other ops at another size"):
         named = chain(4).to_json().replace('"name":"f"', '"name":"g"')
         scaled(chain(2), parse_graph(named), 1)
 
@@ -65,26 +65,26 @@ def test_the_largest_batch_is_the_largest_and_has_a_plan(bend):
     assert found.planned is not None
     assert found.kept.overhead == 0
     assert found.least.peak_bytes <= found.kept.peak_bytes
-    largest_of = largest_batches(graph_at, 4, budget, {"none": 0.0})
+    largest_of = largest_sizes(graph_at, 4, budget, {"none": 0.0})
     assert set(largest_of) == {"none", ONE_FORWARD}
     for largest in largest_of.values():
         assert largest.plan.peak_bytes <= memory
         assert largest.plan.overhead <= largest.limit
-        assert largest.plan.graph == plan(chain(largest.batch, bend), "100%").graph
-    assert 0 < largest_of["none"].batch < largest_of[ONE_FORWARD].batch
+        assert largest.plan.graph == plan(chain(largest.size, bend), "100%").graph
+    assert 0 < largest_of["none"].size < largest_of[ONE_FORWARD].size
     assert len(asked) == len(set(asked)) <= 8
     if bend(12) == 12:
         for largest in largest_of.values():
-            assert not holds(largest.batch + 1, memory, largest.limit, graph_at)
+            assert not holds(largest.size + 1, memory, largest.limit, graph_at)
 
 
 def test_a_link_makes_room_for_a_larger_batch():
     memory = 512 * 50
     alone, linked = (
-        largest_batches(chain, 4, Budgeting(memory, link=link), {"none": 0.0})["none"]
+        largest_sizes(chain, 4, Budgeting(memory, link=link), {"none": 0.0})["none"]
         for link in (0, 10**12)
     )
-    assert linked.batch > alone.batch
+    assert linked.size > alone.size
     assert linked.plan.swapped_bytes > 0 == alone.plan.swapped_bytes
     assert linked.plan.peak_bytes <= memory
 
@@ -92,6 +92,6 @@ def test_a_link_makes_room_for_a_larger_batch():
 def test_where_nothing_fits_there_is_no_batch():
     assert fit(chain(4), Budgeting(600)).planned is None
     assert fit(chain(4), Budgeting(-1)).planned is None
-    found = largest_batches(chain, 4, Budgeting(600), {})
-    assert found[ONE_FORWARD].batch == 0
+    found = largest_sizes(chain, 4, Budgeting(600), {})
+    assert found[ONE_FORWARD].size == 0
     assert found[ONE_FORWARD].plan is None

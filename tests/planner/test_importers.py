@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from itertools import count as count_from
 from random import Random
 
 import pytest
@@ -225,6 +226,32 @@ def test_a_trace_of_another_script_is_an_error(step):
         with pytest.raises(InvalidInputError, match="1 of the execution trace's 7 operators") as e:
             import_trace(step.document, kineto.document)
         assert e.value.source == "kineto"
+
+
+def layers(count):
+    """A step of `count` matrices and relus, a loss, and its backward."""
+    trace, number = Trace(), count_from(100)
+    values = [t(next(number), next(number))]
+    for name in ["aten::mm", "aten::relu"] * count:
+        values.append(t(next(number), next(number)))
+        weight = [t(next(number), next(number))] if name == "aten::mm" else []
+        trace.add(name, [values[-2], *weight], [values[-1]])
+    gradient = t(next(number), next(number))
+    trace.add("aten::sum", [values[-1]], [gradient])
+    for name in ["aten::threshold_backward", "aten::mm"] * count:
+        source, gradient = gradient, t(next(number), next(number))
+        trace.add(name, [source, values.pop()], [gradient])
+    return trace
+
+
+@pytest.mark.parametrize(("count", "multiple"), [(1, 2), (4, 2), (3, 3)])
+def test_a_deeper_network_is_not_several_runs_of_a_step(count, multiple):
+    """All but the loss occur `multiple` times as often in both traces."""
+    step, deeper = layers(count), layers(multiple * count)
+    for kernels in (("aten::mm",), ()):
+        import_trace(step.document, Kineto(step, multiple, 500, kernels=kernels).document)
+        with pytest.raises(InvalidInputError, match="give the Kineto trace of the same script"):
+            import_trace(step.document, Kineto(deeper, 1, 500, kernels=kernels).document)
 
 
 def test_an_op_is_in_the_scope_of_the_frames_around_it(step):

@@ -3,10 +3,12 @@
 import ast
 import os
 import pickle
+import pkgutil
 import subprocess
 import sys
 import time
 from collections import defaultdict
+from importlib import import_module
 from pathlib import Path
 
 import numba
@@ -186,11 +188,20 @@ def test_compilation_is_outside_of_the_clock_and_of_the_time_limit(chain, monkey
     assert made.overhead < 1
 
 
+def test_warm_compiles_every_kernel_that_python_calls():
+    for module in pkgutil.walk_packages(coop_plan.planner.__path__, "coop_plan.planner."):
+        import_module(module.name)
+    ours = {name for name in kernels.ENTRIES if name.startswith("coop_plan.")}  # not those of tests
+    assert {name.removeprefix("coop_plan.planner.") for name in ours} == set(ALL)
+
+
 @pytest.mark.slow
 def test_after_warm_no_command_compiles(chain, tmp_path):
     """In a new cache: no kernel is written to it after `coop-plan warm`."""
     (tmp_path / "graph.json").write_text(chain.to_json())
     (tmp_path / "buffers.csv").write_text("id,lower,upper,size\na,0,2,5\nb,1,3,7\nc,2,4,5\n")
+    gaps = "id,lower,upper,size,alignment,gaps\na,0,9,8,4,2-5\nb,1,4,8,1,\nc,5,9,8,1,\n"
+    (tmp_path / "gaps.csv").write_text(gaps)
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
 
     def run(*arguments):
@@ -211,6 +222,7 @@ def test_after_warm_no_command_compiles(chain, tmp_path):
             assert "compil" not in run("graph.json", *options)[2]
     assert run("graph.json", "--budget", "min", "--time-limit", "5")[0] == 0
     assert run("place", "buffers.csv", "--time-limit", "2")[0] == 0
+    assert run("place", "gaps.csv")[0] == 0
     assert run("explain", "graph.json")[0] == 0
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")} == written
 

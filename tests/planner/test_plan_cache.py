@@ -1,6 +1,7 @@
 """The plan store as the runtime uses it; the service's tests have the rest."""
 
 import contextlib
+import sqlite3
 
 import pytest
 
@@ -42,6 +43,17 @@ def test_what_cannot_be_opened_is_named(tmp_path, content):
         path.write_bytes(content)
     with pytest.raises(StoreError, match=f"{path} cannot be opened"):
         SqliteStore(path)
+
+
+def test_a_full_disk_is_named(tmp_path, graph):
+    """SQLite itself rolls back then."""
+    stored = StoredPlan.of(plan(graph, "100%"), graph)
+    with contextlib.closing(SqliteStore(tmp_path / "plans")) as store:
+        (pages,) = store._connection.execute("pragma page_count").fetchone()
+        store._connection.execute(f"pragma max_page_count = {pages}")
+        with pytest.raises(sqlite3.OperationalError, match="is full"):
+            for number in range(100):
+                store.put(str(number), stored)
 
 
 def test_the_version_is_that_of_the_sources():

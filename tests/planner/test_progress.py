@@ -41,3 +41,11 @@ def test_a_listener_gets_all_of_it(clock, caplog):
         profile(clock, 4, 20.0)
     assert heard == [Progress("profiling 4 ops", n / 4) for n in range(4)]
     assert caplog.records == []
+
+
+def test_long_work_ends_with_a_line_of_its_duration(clock, caplog, monkeypatch):
+    progress.log_duration("compiled in", 9.0)
+    progress.log_duration("compiled in", 41.2)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    progress.log_duration("compiled in", 50.0)
+    assert [record.getMessage() for record in caplog.records] == ["compiled in 41 s"]

@@ -4,12 +4,15 @@ import json
 import math
 import re
 import sys
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.cache_hits import chain
 from coop_plan.schemas import cost_signature, fingerprint, parse_graph
+from coop_plan.schemas.fingerprint import tensor_order
 from tests.schemas.test_graph import changed, sample, variant
 from tests.strategies import graphs
 
@@ -124,5 +127,24 @@ def test_names_of_any_characters_are_digested_as_ascii_json(name):
     with pytest.MonkeyPatch.context() as patch:
         for literal in (MODULE._LITERAL, re.compile(b"(?!)")):
             patch.setattr(MODULE, "_LITERAL", literal)
-            found.append(fingerprint(graph))
-    assert found[0] == found[1]
+            for part in (1, 2, 256):
+                patch.setattr(MODULE, "PART", part)
+                found.append(fingerprint(graph))
+    assert len(set(found)) == 1
+
+
+def test_a_digest_takes_less_memory_than_the_document():
+    """Besides the numbers of its tensors; the graph as lists took seven times as much."""
+    document = json.dumps(chain(10_000)).encode()
+    graph = parse_graph(document)
+    tracemalloc.start()
+    try:
+        numbers = {t: place for place, t in enumerate(tensor_order(graph))}
+        _, least = tracemalloc.get_traced_memory()
+        del numbers
+        tracemalloc.reset_peak()
+        fingerprint(graph)
+        cost_signature(graph)
+        assert tracemalloc.get_traced_memory()[1] < 2 * least + len(document)
+    finally:
+        tracemalloc.stop()

@@ -3,14 +3,17 @@
 import gzip
 import json
 import math
+import re
 import tracemalloc
 from pathlib import Path
 
 import jsonschema
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from coop_plan.schemas import Graph, InvalidInputError, load_graph, parse_graph
+from benchmarks.cache_hits import chain
+from coop_plan.schemas import Graph, InvalidInputError, _parse, load_graph, parse_graph
 from coop_plan.schemas.generate import DOCUMENTS, main, render
 from tests.strategies import graphs
 
@@ -249,6 +252,34 @@ def test_a_field_named_twice_is_refused(again):
     assert parse_graph(text) == parse_graph(text.replace("aten:", "aten\\u003a"))
     with pytest.raises(InvalidInputError, match="twice"):
         parse_graph("{" + again + text[1:])
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(), st.data())
+def test_a_field_named_twice_is_found_wherever_it_is(graph, data):
+    """Also in documents that are searched in parts."""
+    text = graph.to_json()
+    again = data.draw(st.sampled_from([found.end() for found in re.finditer("{", text)]))
+    name = re.match('("[^"]*":)', text[again:])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_parse, "PART_BYTES", data.draw(st.integers(1, 200)))
+        patch.setattr(_parse, "PART_ITEMS", data.draw(st.integers(1, 3)))
+        assert parse_graph(text) == graph
+        with pytest.raises(InvalidInputError, match="twice"):
+            twice = f"{text[:again]}{name[1]}0,{text[again:]}"
+            _parse._check_duplicates(twice.encode(), "")
+
+
+def test_reading_takes_less_memory_than_three_documents_besides_the_graph():
+    document = json.dumps(chain(10_000)).encode()
+    tracemalloc.start()
+    try:
+        graph = parse_graph(document)
+        kept, peak = tracemalloc.get_traced_memory()
+        assert len(graph.ops) == 20_000
+        assert peak - kept < 3 * len(document)
+    finally:
+        tracemalloc.stop()
 
 
 def test_reading_stops_at_the_first_of_many_faults():

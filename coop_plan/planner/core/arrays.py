@@ -104,6 +104,8 @@ def _convert(problem: Problem) -> Arrays:
     uses_ptr, uses = _rows(problem.consumers)
     shares = [
         sorted(variant.inplace, key=lambda pair: (-size[pair[0]], pair[0], size[pair[1]]))
+        if variant.inplace
+        else ()
         for variant in variants
     ]
     pairs = [

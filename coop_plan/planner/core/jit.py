@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 import sys
-import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from coop_plan.planner.cache_files import (
     check_trusted,
     continue_without,
     private_folder,
+    replacing,
     shared_dir,
 )
 
@@ -152,17 +152,8 @@ class _Files(IndexDataCacheFile):
         path = str(Path(self._cache_path, name))
         return super()._load_data(name) if _trusted(path) else None  # type: ignore[no-untyped-call]
 
-    @contextlib.contextmanager
-    def _open_for_write(self, path: str) -> Iterator[Any]:
-        with tempfile.NamedTemporaryFile(dir=self._cache_path, delete=False) as file:
-            try:
-                os.fchmod(file.fileno(), 0o644)
-                yield file
-                file.flush()
-                Path(file.name).replace(path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
+    def _open_for_write(self, path: str) -> Any:
+        return replacing(Path(path), 0o644)
 
 
 def _trusted(path: str) -> bool:

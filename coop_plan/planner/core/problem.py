@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import fsum
 
+import msgspec
+
 from coop_plan.schemas import Device, Graph, InvalidInputError, Op, Outputs, Variant
 
 MAX_ALIGNMENT = 1 << 30
@@ -45,8 +47,7 @@ def beyond_recomputation(graph: Graph, host_budget: int | None) -> list[str]:
     return [*(["variants"] if variants else []), *(["transfers"] if links else [])]
 
 
-@dataclass(frozen=True)
-class OpVariant:
+class OpVariant(msgspec.Struct, frozen=True, gc=False):
     """An implementation of an op: its default variant, or another (MONeT, ICLR 2021, section 4.2).
 
     `inputs` and `outputs` follow the document, tensor by tensor; `reads` and `makes` are the
@@ -139,25 +140,27 @@ class Problem:
 
         def to_variant(position: int, op: Op, variant: Variant | None) -> OpVariant:
             source = op if variant is None else variant
-            inputs = tuple(index[t] for t in source.inputs)
-            outputs_ = tuple(index[t] for t in source.outputs)
+            inputs = tuple([index[t] for t in source.inputs])
+            outputs_ = tuple([index[t] for t in source.outputs])
             overwritten = {index[t] for t in op.mutates}
-            pairs = [(index[a], index[b]) for a, b in source.inplace]
+            pairs = ((index[a], index[b]) for a, b in source.inplace)
             return OpVariant(
                 op=position,
                 name=None if variant is None else variant.name,
                 inputs=inputs,
                 outputs=outputs_,
-                reads=tuple(t for t in dict.fromkeys(inputs) if in_arena[t]),
-                makes=tuple(t for t in outputs_ if in_arena[t]),
+                reads=tuple([t for t in dict.fromkeys(inputs) if in_arena[t]]),
+                makes=tuple([t for t in outputs_ if in_arena[t]]),
                 cost_us=source.cost_us,
                 workspace_bytes=source.workspace_bytes,
                 inplace=tuple(
-                    (a, b)
-                    for a, b in pairs
-                    if in_arena[b]
-                    and b not in overwritten
-                    and 0 < tensor_bytes[a] <= tensor_bytes[b]
+                    [
+                        (a, b)
+                        for a, b in pairs
+                        if in_arena[b]
+                        and b not in overwritten
+                        and 0 < tensor_bytes[a] <= tensor_bytes[b]
+                    ]
                 ),
             )
 

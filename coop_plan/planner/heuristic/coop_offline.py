@@ -45,6 +45,7 @@ class CoopOffline:
         self.processors = usable_cpus()
         self._online: OnlineRun | None = None
         self._transfer_plan: PlacedSchedule | None = None
+        self._closest_transfers: PlacedSchedule | None = None
         self._has_link = "transfers" in problem.beyond_recomputation
         self._searches_sequence = "walk" not in request.off
         self._best_sequence: Ints | None = None
@@ -54,6 +55,7 @@ class CoopOffline:
         """Run all phases on the request; with a deadline, improve until then."""
         portfolio, request = self.portfolio, self.request
         self._offer_start()
+        self._offer_larger()
         portfolio.sweep()
         # With a start, the search from there counts most.
         started = request.larger is not None
@@ -82,15 +84,31 @@ class CoopOffline:
             return
         if portfolio.best.found is not None:
             run_hill_climbs(portfolio)
-            portfolio.place_unplaced()
+            portfolio.place_unplaced(1 if started else None)
             if request.deadline is None and self._searches_sequence:
-                SequenceAnnealing(portfolio, portfolio.best.found.run.ops).run_fixed_length()
+                self._anneal()
         if request.deadline is not None:
             self.improve(request.deadline)
         elif self._has_link:
             self._search_makespan(None)
         if short[0] is not None and short[0].cost_us < self._cost_us:
             self._transfer_plan, self._best_sequence = short
+
+    def _anneal(self) -> None:
+        """Anneal the incumbent's sequence for a fixed length, shorter with a larger schedule.
+
+        That schedule has many recomputes and hardly free memory, so a step takes as many times
+        longer as it has runs an op, and rarely saves anything.
+        """
+        portfolio = self.portfolio
+        assert portfolio.best.found is not None
+        ops = portfolio.best.found.run.ops
+        if self.request.larger is not None:
+            annealing = self.params.sequence_annealing
+            divisor = self.params.start_divisor * max(1, ops.size // self.problem.op_count)
+            annealing = replace(annealing, fixed_steps=annealing.fixed_steps // divisor)
+            portfolio.params = replace(self.params, sequence_annealing=annealing)
+        SequenceAnnealing(portfolio, ops).run_fixed_length()
 
     def _offer_start(self) -> None:
         """Make the request's start the first incumbent, if it fits and its order is allowed."""
@@ -102,6 +120,22 @@ class CoopOffline:
             return
         self.portfolio.offer(self.portfolio.candidate_of(ops))
         self.portfolio.place_unplaced()
+
+    def _offer_larger(self) -> None:
+        """Make the request's larger schedule the first incumbent, if it is no larger after all."""
+        known, portfolio = self.request.larger, self.portfolio
+        if known is None or known.arena_bytes > self.request.arena_bytes:
+            return
+        if self._has_link:
+            if known.problem is self.problem:
+                self._transfer_plan, self._best_sequence = known, to_sequence(known.schedule)
+            return
+        found = portfolio.candidate_of(to_sequence(known.schedule))
+        if np.array_equal(known.schedule.trace.shares, found.blocks.shares):
+            offsets = (known.offset, known.workspace_offset[found.blocks.event])
+            portfolio.keep(found, np.concatenate(offsets))
+        else:  # pairs that its layout does not use
+            portfolio.offer(found)
 
     def _find_feasible(self) -> None:
         """If nothing fits, search for a feasible sequence from the start or the lowest peak."""
@@ -178,13 +212,15 @@ class CoopOffline:
         search = run_parallel(searches, deadline, enough)
         if search.placed is not None:
             self._transfer_plan, self._best_sequence = search.placed, search.sequence
+        elif search.closest is not None:
+            self._closest_transfers = search.closest
 
     def _makespan_starts(self) -> list[Ints]:
         """The program, the best sequences so far, and recompute plans for more than the arena.
 
-        The request's larger schedule replaces them.
+        With `any_schedule` the request's larger schedule replaces them.
         """
-        if self.request.larger is not None:
+        if self.request.larger is not None and self.request.any_schedule:
             return [to_sequence(self.request.larger.schedule)]
         starts = [np.arange(self.problem.op_count)]
         if self.portfolio.best.found is not None:
@@ -228,7 +264,9 @@ class CoopOffline:
         if online is None:
             if portfolio.runner.timed_out:
                 self.request.check_time()
-            raise DoesNotFitError(self.portfolio.failed_op, portfolio.closest())
+            closest = portfolio.closest(), self._closest_transfers
+            least = min(filter(None, closest), key=lambda placed: placed.arena_bytes, default=None)
+            raise DoesNotFitError(self.portfolio.failed_op, least)
         return Solution(online.placed)
 
 

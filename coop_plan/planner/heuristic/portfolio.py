@@ -6,9 +6,11 @@ budgets form a fixed grid that does not depend on the arena, so that neighbourin
 from the same candidates.
 """
 
+import hashlib
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.heuristic.eviction_run import Record, Runner, Settings
-from coop_plan.planner.heuristic.params import DEFAULTS, CoopOfflineParams
+from coop_plan.planner.heuristic.params import DEFAULTS, CoopOfflineParams, Rule
 from coop_plan.planner.method import Progress, Request, Solution
 from coop_plan.planner.placement.layout import WORK, fit, lay_out
 
@@ -50,6 +52,18 @@ class _Incumbent:
     offsets: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
+class _Outcome(NamedTuple):
+    """Outcome of a rule's run: at least this cost (µs), and the live peak if the run completed.
+
+    It did not fit `unfit_arena` bytes, as its live peak is larger or its greedy layout.
+    """
+
+    cost_us: float
+    peak: int | None
+    unfit_arena: int
+    failed_op: int = -1
+
+
 class Portfolio:
     """Candidates for one problem and one arena, with the cheapest that fits as the incumbent."""
 
@@ -69,7 +83,12 @@ class Portfolio:
         self.lowest_peak: Candidate | None = None
         """The candidate with the lowest live peak."""
         self._unplaced: list[tuple[float, int, Candidate, Ints]] = []
+        self._unfit_runs: set[bytes] = set()  # digests of the runs without a greedy layout
         self._counter = itertools.count()
+        kept = problem.__dict__.setdefault("_run_outcomes", {})
+        self._outcomes: dict[tuple[int, Rule], _Outcome] = kept.setdefault(
+            (params.eviction, params.portfolio.grid_ratio), {}
+        )
         self.failed_op = largest_working_set(problem).op
 
     def candidate(
@@ -87,13 +106,48 @@ class Portfolio:
         blocks = run.blocks(self.arrays)
         return Candidate(blocks.live, settings or self.settings[0], run, blocks)
 
-    def consider(self, budget: int, settings: Settings) -> None:
+    def consider(self, budget: int, settings: Settings) -> Candidate | None:
         """Run at a logical budget; keep the run if it is cheaper and its layout fits the arena."""
         found = self.candidate(budget, settings, self.best.cost_us)
         if found is not None:
             self.offer(found)
         elif self.best.found is None:
             self.failed_op = self.runner.failed_op
+        return found
+
+    def consider_rule(self, step: int, number: int) -> None:
+        """Consider a rule's run at a grid step, unless an earlier run of it shows no use of it."""
+        key = step, self.params.portfolio.rules[number]
+        known = self._outcomes.get(key)
+        if known is not None and self._is_useless(known):
+            if self.best.found is None and known.peak is None:
+                self.failed_op = known.failed_op
+            return
+        limit, arena = self.best.cost_us, self.request.arena_bytes
+        found = self.consider(self.budget(step), self.settings[number])
+        if found is not None:
+            unfit = 0 if self.best.found is found else arena
+            self._outcomes[key] = _Outcome(found.cost_us, found.peak, unfit)
+        elif not self.runner.timed_out:
+            self._outcomes[key] = _Outcome(limit, None, arena, self.runner.failed_op)
+
+    def _is_useless(self, known: _Outcome) -> bool:
+        """True if a run of this outcome is too expensive, or too large and not the lowest peak."""
+        if known.peak is None or known.cost_us > self.best.cost_us:
+            return known.cost_us >= self.best.cost_us
+        if known.cost_us == self.best.cost_us:  # such a run ends, and may have the lowest peak
+            return self.lowest_peak is not None and known.peak >= self.lowest_peak.peak
+        too_large = known.peak > self.problem.rounded(self.request.arena_bytes)
+        if self.request.larger is not None:  # others search its layout once more
+            too_large = too_large or self.request.arena_bytes <= known.unfit_arena
+        return too_large and known.peak >= self._peak_to_beat
+
+    @property
+    def _peak_to_beat(self) -> float:
+        """Live peak from which a run that does not fit is of no use."""
+        peaks = [] if self.lowest_peak is None else [self.lowest_peak.peak]
+        peaks += [] if self.request.larger is None else [self.request.larger.arena_bytes]
+        return min(peaks, default=np.inf)
 
     def offer(self, found: Candidate, hint: Ints | None = None) -> None:
         """Keep a candidate if it is cheaper than the incumbent and its layout fits the arena.
@@ -106,11 +160,15 @@ class Portfolio:
             self.lowest_peak = found
         if found.cost_us >= self.best.cost_us or found.peak > max_peak:
             return
+        run = b"" if hint is not None else hashlib.sha256(found.run.ops.tobytes()).digest()
+        if run in self._unfit_runs:
+            return
         work = 0 if hint is None else WORK
         placement = fit(blocks, self.problem.alignment, arena, work=work, order_hint=hint)
         if placement.peak <= arena:
             self.keep(found, placement.offsets)
         elif hint is None:
+            self._unfit_runs.add(run)
             entry = found.cost_us, next(self._counter), found, placement.order
             self._unplaced.append(entry)
             self._unplaced = sorted(self._unplaced)[: self.params.portfolio.max_unplaced]
@@ -157,8 +215,14 @@ class Portfolio:
         return Solution(schedule.place(self.best.offsets, found.blocks))
 
     def closest(self) -> PlacedSchedule | None:
-        """The candidate with the lowest live peak in its greedy layout, of any size."""
+        """The candidate with the lowest live peak in its greedy layout, of any size.
+
+        None if the request's larger schedule needs no more memory.
+        """
+        larger = self.request.larger
         if self.lowest_peak is None:
+            return None
+        if larger is not None and self.lowest_peak.peak >= larger.arena_bytes:
             return None
         return lay_out(Schedule.of(self.problem, self.lowest_peak.run.ops), work=0).placed
 
@@ -175,7 +239,7 @@ class Portfolio:
         for low, high in windows:
             for step in range(center + high, center + low, -stride):
                 for number in rules:
-                    self.consider(self.budget(step), self.settings[number])
+                    self.consider_rule(step, number)
                     enough = self.request.any_schedule or self.request.out_of_time()
                     if enough and (self.best.found is not None or self.runner.timed_out):
                         return

@@ -287,7 +287,8 @@ class KinetoTimes:
     ) -> list[tuple[int, int, int]]:
         """(span, node, run): the k-th of each name whose spans are r times as many as its nodes.
 
-        The range has then r runs of the step, one after the other.
+        The range has then r runs of the step, one after the other. If these overlap, as in a trace
+        of a network of r times as many layers, only the names with r = 1 count.
         """
         there: dict[str, list[int]] = defaultdict(list)
         for at in range(first, last):
@@ -299,6 +300,14 @@ class KinetoTimes:
                 found += [
                     (at, nodes[k % len(nodes)], k // len(nodes)) for k, at in enumerate(there[name])
                 ]
+        repeated = {node for _, node, run in found if run}
+        last_of: dict[int, int] = defaultdict(int)
+        for at, node, run in found:
+            if node in repeated:
+                last_of[run] = max(last_of[run], at)
+        early = [at < last_of[run - 1] for at, _, run in found if run]
+        if sum(early) > 0.1 * len(early):
+            return [entry for entry in found if entry[1] not in repeated]
         return found
 
     def _merged(

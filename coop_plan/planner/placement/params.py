@@ -23,7 +23,7 @@ class GreedyParams(Params):
     orders: tuple[str, ...] = ("TAW", "TW", "WT", "A", "ZW")
     """The plain orders, as letters of sort keys."""
 
-    first_fit_most: Size = 20_000
+    first_fit_most: Size = 12_000
     """Buffers above which unconstrained instances are packed as skylines only, not by first fit."""
 
     scan_work: Size = 3_000_000_000

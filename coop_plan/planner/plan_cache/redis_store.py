@@ -22,16 +22,15 @@ from coop_plan.schemas import InvalidInputError
 PREFIX = "coop-plan:"
 
 PUT = """
-local slots = redis.call('HKEYS', KEYS[1])
-if #slots > 0 and ARGV[2] == '0' then return 0 end
-local first, last
-for _, slot in ipairs(slots) do
-    local number = tonumber(slot)
-    if number and (not first or number < first) then first = number end
-    if number and (not last or number > last) then last = number end
+local slots = {}
+for _, slot in ipairs(redis.call('HKEYS', KEYS[1])) do
+    if #slot < 16 and string.match(slot, '^%d+$') then table.insert(slots, tonumber(slot))
+    else redis.call('HDEL', KEYS[1], slot) end -- it is not ours
 end
-if first and #slots >= tonumber(ARGV[3]) then redis.call('HDEL', KEYS[1], first) end
-redis.call('HSET', KEYS[1], (last or -1) + 1, ARGV[1])
+if #slots > 0 and ARGV[2] == '0' then return 0 end
+table.sort(slots)
+if #slots >= tonumber(ARGV[3]) then redis.call('HDEL', KEYS[1], slots[1]) end
+redis.call('HSET', KEYS[1], (slots[#slots] or -1) + 1, ARGV[1])
 return 1
 """
 """KEYS: the records of a key. ARGV: a record, "1" to add it to others, the limit of records."""
@@ -95,9 +94,11 @@ class RedisStore:
     That Redis should not store data that must not be evicted.
     """
 
+    waits = True
+
     def __init__(self, address: str, *, secret: bytes) -> None:
         self._redis = connect(address)
-        self._calls = Calls("plan store")
+        self._calls = Calls(self._redis, "plan store")
         self.secret = secret
         self._put = self._redis.register_script(PUT)
         self._replace = self._redis.register_script(REPLACE)
@@ -107,7 +108,7 @@ class RedisStore:
     def get(self, key: str) -> list[Record]:
         """The records of a key, oldest first; damaged ones are deleted."""
         found: list[Record] = []
-        with self._calls():
+        with self._calls(_answers(key)):
             stored: Any = self._redis.hgetall(_answers(key))
         for data in _in_order([part for field in stored.items() for part in field]):
             try:
@@ -120,7 +121,7 @@ class RedisStore:
 
     def signatures(self, key: str) -> list[bytes]:
         """The signatures of a key's records; see `PlanStore.signatures`."""
-        with self._calls():
+        with self._calls(_answers(key)):
             return _in_order(self._signatures(keys=[_answers(key)], args=[SIGNATURE_BYTES]))
 
     def put(
@@ -128,27 +129,28 @@ class RedisStore:
     ) -> None:
         """Store the first record of a key, or another one; see `PlanStore.put`."""
         data = sign(record, key, self.secret)
-        with self._calls():
-            if self._put(keys=[_answers(key)], args=[data, int(another), ALTERNATIVES]):
-                for name, measure in families:
-                    self._redis.zadd(_family(name), {key: measure})
+        with self._calls(_answers(key)):
+            stored = self._put(keys=[_answers(key)], args=[data, int(another), ALTERNATIVES])
+        for name, measure in families if stored else ():
+            with self._calls(_family(name)):
+                self._redis.zadd(_family(name), {key: measure})
 
     def replace(self, key: str, old: Record, new: Record) -> bool:
         """Replace a record; returns False if the old one is not stored any more."""
         before, data = sign(old, key, self.secret), sign(new, key, self.secret)
-        with self._calls():
+        with self._calls(_answers(key)):
             return bool(self._replace(keys=[_answers(key)], args=[before, data]))
 
     def keys_at_most(self, family: str, measure: float) -> list[str]:
         """Keys of a family with a measure of at most this one, the largest first."""
         name = _family(family)
-        with self._calls():
+        with self._calls(name):
             named: Any = self._redis.zrevrangebyscore(name, measure, "-inf", 0, CANDIDATES)
-            keys = [key.decode() for key in named]
-            stored = [key for key in keys if self._redis.exists(_answers(key))]
+            keys = {key: key.decode(errors="replace") for key in named}
+            stored = [key for key in named if self._redis.exists(_answers(keys[key]))]
             if len(stored) < len(keys):  # Redis has evicted the others
                 self._redis.zrem(name, *(set(keys) - set(stored)))
-        return stored
+        return [keys[key] for key in stored]
 
     def delete(self, key: str) -> None:
         """Delete the records of a key."""
@@ -168,7 +170,8 @@ class RedisStore:
 def _in_order(fields: Sequence[bytes]) -> list[bytes]:
     """The values of a hash by slot number, from its fields and values in turn."""
     slots = dict(zip(fields[::2], fields[1::2], strict=True))
-    slots = {slot: data for slot, data in slots.items() if slot.isdigit()}  # others are not ours
+    # Other fields are not ours; `int` refuses thousands of digits.
+    slots = {slot: data for slot, data in slots.items() if slot.isdigit() and len(slot) < 20}
     return [slots[slot] for slot in sorted(slots, key=int)]
 
 
@@ -186,12 +189,12 @@ class Calls:
     While it is away, one call at a time tries; the others are refused at once.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name, self._away, self._until = name, False, 0.0
+    def __init__(self, client: redis.Redis, name: str) -> None:
+        self._client, self._name, self._away, self._until = client, name, False, 0.0
 
     @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Context of one call."""
+    def __call__(self, *keys: str) -> Iterator[None]:
+        """Context of one call; if `keys` have another type, others wrote them: they are deleted."""
         now = time.monotonic()
         if self._away and now < self._until:
             raise StoreError(f"{self._name}: it does not answer")
@@ -199,6 +202,11 @@ class Calls:
         try:
             yield
         except redis.RedisError as error:
+            if "WRONGTYPE" in str(error):
+                self._away = False
+                with contextlib.suppress(redis.RedisError):
+                    self._client.delete(*keys)
+                raise StoreError(f"{self._name}: {error}") from error
             self._away, self._until = True, time.monotonic() + AWAY_SECONDS
             raise StoreError(f"{self._name}: {error}") from error
         self._away = False

@@ -51,6 +51,8 @@ class PlanStore(Protocol):
 
     dropped: int
     secret: bytes
+    waits: bool
+    """True if `signatures` waits for another process; else it takes microseconds."""
 
     def get(self, key: str) -> list[Record]:
         """The records of a key, oldest first; damaged ones are deleted."""
@@ -147,6 +149,8 @@ class SqliteStore:
         StoreError: the file cannot be opened or is not a plan store.
     """
 
+    waits = False
+
     def __init__(
         self,
         path: Path,
@@ -166,8 +170,8 @@ class SqliteStore:
             )
             try:
                 self._create(wal)
-                wait_ms = min(WRITE_MS, round(1000 * lock_seconds))
-                self._connection.execute(f"pragma busy_timeout={wait_ms}")
+                self._wait_ms = min(WRITE_MS, round(1000 * lock_seconds))
+                self._connection.execute(f"pragma busy_timeout={self._wait_ms}")
             except sqlite3.Error:
                 self._connection.close()
                 raise
@@ -210,8 +214,10 @@ class SqliteStore:
         with self._lock:
             rows = self._connection.execute(query, (key,)).fetchall()
             if any(used < now - ACCESS_SECONDS for _, _, used in rows):
-                with contextlib.suppress(sqlite3.Error):  # a read-only store
+                self._connection.execute("pragma busy_timeout=0")
+                with contextlib.suppress(sqlite3.Error):  # a read-only store, or another writer
                     self._connection.execute("update answer set used = ? where key = ?", (now, key))
+                self._connection.execute(f"pragma busy_timeout={self._wait_ms}")
         return [(slot, data) for slot, data, _ in rows]
 
     def put(
@@ -300,5 +306,6 @@ class SqliteStore:
             yield
             self._connection.execute("commit")
         except BaseException:
-            self._connection.execute("rollback")
+            if self._connection.in_transaction:  # SQLite itself rolls back on a full disk
+                self._connection.execute("rollback")
             raise

@@ -51,6 +51,7 @@ class MakespanSearch:
         self.cost_us = limit_us
         self.placed: PlacedSchedule | None = None
         self.sequence: Ints | None = None
+        self.closest: PlacedSchedule | None = None  # too large for the arena, of least memory
         self.capacity = float(request.arena_bytes)
         self.host = -1 if problem.host_budget is None else problem.host_budget
         self.failed_layouts = 0  # in the current annealing
@@ -111,6 +112,10 @@ class MakespanSearch:
         if cost < self.cost_us and not enough():
             self.state.flow[LOOK_AHEAD] = look_ahead
             self._place(end, params.final_work_factor * WORK)
+        if self.request.any_schedule and self.placed is None:
+            for _, _, end, look_ahead in ends:
+                self.state.flow[LOOK_AHEAD] = look_ahead
+                self._keep_closest(lay_out(self._schedule(end), work=0).placed)
 
     def _anneal(
         self,
@@ -191,27 +196,39 @@ class MakespanSearch:
 
     def _place(self, sequence: Ints, work: int) -> None:
         """Keep a sequence if a layout of effort `work` fits; else reduce the capacity."""
-        problem, arena, params = self.problem, self.request.arena_bytes, self.params
+        arena, params = self.request.arena_bytes, self.params
         begin = time.monotonic()
-        set_sequence(self.state, sequence)
-        evaluate_sequence(self.program, self.state, int(self.capacity), self.host)
-        schedule = Schedule.of_events(problem, *to_events(self.state))
+        schedule = self._schedule(sequence)
         if schedule.cost_us >= self.cost_us or not schedule.fits(arena):
             return
         layout = lay_out(schedule, arena, work=0)
         if layout.placed.arena_bytes > arena:
             layout = lay_out(schedule, arena, work=work, order_hint=layout.placement.order)
-        fits = layout.placed.arena_bytes <= arena
-        if fits and problem.host_budget is not None:
-            fits = lay_out_host(schedule, problem.host_budget).arena_bytes <= problem.host_budget
-        if fits:
+        if layout.placed.arena_bytes <= arena and self._fits_host(schedule):
             self.cost_us, self.placed, self.sequence = schedule.cost_us, layout.placed, sequence
             self.capacity = min(self.capacity * params.capacity_growth, float(arena))
         else:
+            self._keep_closest(layout.placed)
             self.failed_layouts += 1
             ratio = layout.placed.arena_bytes / max(1, arena) if self.placed is None else 1.0
             self.capacity /= max(params.capacity_shrink, ratio)
         self.layout_seconds += time.monotonic() - begin
+
+    def _schedule(self, sequence: Ints) -> Schedule:
+        """The schedule of a sequence, with the transfers that fit the capacity best."""
+        set_sequence(self.state, sequence)
+        evaluate_sequence(self.program, self.state, int(self.capacity), self.host)
+        return Schedule.of_events(self.problem, *to_events(self.state))
+
+    def _fits_host(self, schedule: Schedule) -> bool:
+        budget = self.problem.host_budget
+        return budget is None or lay_out_host(schedule, budget).arena_bytes <= budget
+
+    def _keep_closest(self, placed: PlacedSchedule) -> None:
+        """Keep a schedule that exceeds the arena if it needs less memory than those before."""
+        least = np.inf if self.closest is None else self.closest.arena_bytes
+        if placed.arena_bytes < least and self._fits_host(placed.schedule):
+            self.closest = placed
 
     def _report(self) -> None:
         if self.request.progress is not None and self.placed is not None:
