@@ -24,8 +24,14 @@ WAIT_SECONDS = 60
 
 CONNECT_SECONDS = 5.0
 
-SENDS = 2
-"""Limit on sending a graph to a server that does not store it."""
+PUTS, SENDS = 2, 8
+"""Limits on sending a graph to a server that loses it: by PUT, and in all.
+
+After the first, the graph is in the request. Its store may lose it again before it is planned.
+"""
+
+SEND_SECONDS = 65.0
+"""Time in which a request with its graph is sent and read."""
 
 NOT_STORED = 507
 """Status of a graph that the server cannot store: it is then sent with the request."""
@@ -112,12 +118,17 @@ def plan_exchanges(graph: Graph, options: PlanOptions) -> Exchanges[Plan]:
             unknown = isinstance(problem, ServerProblemError) and problem.name == "unknown-graph"
             if not unknown or sends == SENDS:
                 raise problem
-            put = _put(document, digest)
-            stored = yield replace(put, statuses=put.statuses | {NOT_STORED})
-            if stored.status_code == NOT_STORED:
-                body = gzip.compress(plan_request_body(graph, options), 1)
-                ask = replace(ask, content=body, headers=prefer | PACKED, seconds=ask.seconds + 60)
             sends += 1
+            if "Content-Encoding" in ask.headers:  # the request has its graph
+                continue
+            if sends <= PUTS:
+                put = _put(document, digest)
+                stored = yield replace(put, statuses=put.statuses | {NOT_STORED})
+                if stored.status_code != NOT_STORED:
+                    continue
+            body = gzip.compress(plan_request_body(graph, options), 1)
+            seconds = WAIT_SECONDS + SEND_SECONDS
+            ask = replace(ask, content=body, headers=prefer | PACKED, seconds=seconds)
     made = parse_plan(answer.content, source="the server's plan")
     linked = options.apply_link(graph)
     if StoredPlan.of(made, linked).for_request(linked, options) is None:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from coop_plan.api.jobs.request_handler import Limits
+from coop_plan.api.jobs.request_handler import Limits, ProblemError
 from coop_plan.api.service.app import create_app
 from coop_plan.api.service.auth import Caller
 from coop_plan.api.service.metrics import Metrics
 from coop_plan.api.service.plan_service import ServiceSettings
-from coop_plan.api.service.problems import ProblemError
 from coop_plan.api.service.tokens import TokenLimits, add, hash_of, load
 from coop_plan.schemas import InvalidInputError
 from tests.api.server import serving
@@ -130,7 +129,7 @@ def test_the_dashboard_shows_metrics_that_are_there():
     metrics.watch_jobs(lambda: {"running": 2})
     metrics.observe_solve("done", 1.0, 0.01)
     metrics.observe_request("POST", "/plan", 200, 0.1, "hit")
-    metrics.count_dropped(1)
+    metrics.dropped.inc()
     text = metrics.text().decode()
     assert 'coop_plan_jobs{state="running"} 2.0' in text
     there = set(re.findall(r"^(\w+)[ {]", text, re.MULTILINE))

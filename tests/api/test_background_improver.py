@@ -4,8 +4,7 @@ import asyncio
 
 from coop_plan.api.jobs.background_improver import BackgroundImprover
 from coop_plan.api.jobs.jobs import Jobs
-from coop_plan.api.jobs.request_handler import Reply
-from coop_plan.api.service.problems import ProblemError
+from coop_plan.api.jobs.request_handler import ProblemError, Reply
 
 
 class FakeExecutor:

@@ -44,3 +44,16 @@ def test_a_message_names_a_job_and_nothing_else(tmp_path):
             messages.send("another")
         messages.close()
         app.close()
+
+
+def test_any_failure_to_send_is_a_broker_that_does_not_answer(monkeypatch):
+    """Kombu's errors have many types; a thread may find what another's failure has closed."""
+    messages = CeleryQueue("redis://127.0.0.1:1/0", 1.0)
+
+    def fail(*_, **__):
+        raise AttributeError("'NoneType' object has no attribute 'client'")
+
+    monkeypatch.setattr(messages._app, "send_task", fail)
+    with pytest.raises(OSError, match="NoneType"):
+        messages.send("the job")
+    messages.close()

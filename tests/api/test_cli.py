@@ -184,6 +184,7 @@ def test_a_bad_graph_ends_in_one_line_with_the_place(fault, run, folder, documen
     [
         (["graph.json"], "--budget"),
         (["graph.json", "--budget", "0"], "must be above zero"),
+        (["graph.json", "--budget", "0.6"], "write a share as 60%"),
         (["graph.json", "--budget", "12 bananas"], "12GiB"),
         (["graph.json", "--budget", "-1"], "'-1'"),
         (["graph.json", "--budget", "nan"], "'nan'"),
@@ -293,6 +294,10 @@ FILES = {
     ),
     "chakra list": (lambda: b'[{}, {"id": 1, "data_deps": []}]', "a Chakra trace in JSON"),
     "tar": (lambda: gzip.compress(b"et.json".ljust(257, b"\0") + b"ustar\0"), "an archive"),
+    "marked": (lambda: b"\xef\xbb\xbf" + Path("graph.json").read_bytes(), "a coop-plan graph"),
+    "wide": (lambda: Path("made.json").read_text().encode("utf-16"), "a coop-plan plan"),
+    "buffers": (lambda: b"id,lower,upper,size\na,0,2,5\n", "a CSV file of buffers"),
+    "inclusive": (lambda: b"buffer, size, start, end\na,5,0,1\n", "a CSV file of buffers"),
 }
 
 
@@ -302,16 +307,16 @@ def test_a_file_of_another_kind_is_named_for_what_it_is(kind, run, folder):
     content, name = FILES[kind]
     Path("file").write_bytes(content())
     questions = [
-        ("graph", "a graph", ["file", "--budget", "50%"]),
-        ("graph", "a graph", ["verify", "file", "graph.json"]),
-        ("plan", "a plan", ["verify", "graph.json", "file"]),
+        ("graph marked", "a graph", ["file", "--budget", "50%"]),
+        ("graph marked", "a graph", ["verify", "file", "graph.json"]),
+        ("plan wide", "a plan", ["verify", "graph.json", "file"]),
         ("trace snapshot", "an execution trace", ["import", "file", "-o", "x"]),
         (
             "kineto events",
             "a Kineto trace",
             ["import", "graph.json", "--kineto", "file", "-o", "x"],
         ),
-        ("", "a CSV file of buffers", ["place", "file"]),
+        ("buffers inclusive", "a CSV file of buffers", ["place", "file"]),
     ]
     for fitting, wanted, arguments in questions:
         if kind not in fitting.split():

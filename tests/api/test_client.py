@@ -171,9 +171,22 @@ def test_other_answers_are_errors_at_once(chain, answer, error, words):
 
 
 def test_a_graph_that_is_not_kept_is_not_sent_for_ever(chain):
-    unknown = [problem(404, "unknown-graph"), httpx.Response(201)] * 3
+    unknown = [problem(404, "unknown-graph"), httpx.Response(201)] * protocol.PUTS
+    unknown += [problem(404, "unknown-graph")] * (protocol.SENDS - 1)
     with answering(*unknown) as client, pytest.raises(coop_plan.ServerProblemError):
         client.plan(chain, 330)
+
+
+@pytest.mark.parametrize("losses", range(6))
+def test_a_store_that_loses_a_graph_again_and_again_costs_no_answer(chain, losses):
+    made, seen = coop_plan.plan(chain, 330, alignment=1), []
+    lost = [problem(404, "unknown-graph"), httpx.Response(201)] * min(losses, protocol.PUTS)
+    lost += [problem(404, "unknown-graph")] * (losses - protocol.PUTS)
+    good = httpx.Response(200, content=made.to_json())
+    with answering(*lost, good, seen=seen) as client:
+        assert client.plan(chain, 330, alignment=1) == made
+    whole = seen[-1].headers.get("content-encoding") == "gzip"
+    assert whole == (losses > protocol.PUTS)
 
 
 def test_a_plan_for_another_question_is_refused(chain):

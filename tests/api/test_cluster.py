@@ -146,6 +146,16 @@ def test_a_server_that_dies_loses_nothing(cluster, load, body):
     assert load.run("kill -9 of a server", body, load.kill_replica, most_solves=2)
 
 
+def test_each_worker_touches_its_file(cluster):
+    """Probes read it: docker/compose.yaml and docker/kubernetes/service.yaml."""
+
+    def alive():
+        files = Path("/tmp").glob("coop-plan-worker.*/alive")
+        return sum(time.time() - file.stat().st_mtime < 60 for file in files)
+
+    until(lambda: alive() >= len(cluster.workers))
+
+
 def test_readiness_is_that_of_the_broker(cluster):
     url = cluster.urls[1]
     assert httpx.get(f"{url}/readyz").status_code == 200

@@ -10,8 +10,7 @@ from coop_plan.api.cluster.celery_queue import QUEUE
 from coop_plan.api.cluster.executor import ClusterExecutor
 from coop_plan.api.cluster.redis_job_store import JobStore
 from coop_plan.api.jobs.jobs import Jobs
-from coop_plan.api.jobs.request_handler import Figures, Reply
-from coop_plan.api.service.problems import ProblemError
+from coop_plan.api.jobs.request_handler import Figures, ProblemError, Reply
 from tests.redis_server import needs_redis, redis_server
 
 pytestmark = needs_redis
@@ -161,6 +160,48 @@ def test_a_job_that_redis_forgot_is_put_there_again(run):
         store.finish(lease, None, b"answer")
         await until(lambda: job.finished)
         assert job.record == b"answer"
+
+    run(scenario)
+
+
+def test_a_job_whose_address_a_client_has_runs_on_after_redis_forgot_it(run):
+    async def scenario(store, one, two):
+        job = one.join(asked(), b"body")
+        await one.detach(job)
+        store.redis.flushdb()
+        name = f"coop-plan:job:{job.id}"
+        await until(lambda: store.redis.hget(name, "wanted") == b"1")
+        assert (await leased(store, job)).body == b"body"
+
+    run(scenario)
+
+
+def test_clients_get_their_answers_while_others_write_into_the_table(run):
+    """What belongs to no job is dropped; a changed job is submitted again by its server."""
+
+    async def scenario(store, one, two):
+        jobs = [server.join(asked(f"{n}"), b"%d" % n) for n in range(4) for server in (one, two)]
+        junk = [
+            lambda: store.redis.zadd("coop-plan:queued", {b"\xff": 0, "none": 1e300}),
+            lambda: store.redis.set("coop-plan:served", "x"),
+            lambda: store.redis.hset("coop-plan:served", "", "x"),
+            lambda: store.redis.set("coop-plan:leases", "x"),
+            lambda: store.redis.delete("coop-plan:queued"),
+            *(
+                lambda job=job: store.redis.hset(f"coop-plan:job:{job.id}", "deliveries", "x")
+                for job in jobs[::3]
+            ),
+        ]
+        for spoil in junk:
+            spoil()
+            await asyncio.sleep(0.02)
+        while not all(job.finished for job in jobs):
+            lease = await asyncio.to_thread(store.lease, jobs[0].id)
+            if lease is not None:
+                store.finish(lease, None, b"answer " + lease.body)
+            await asyncio.sleep(0.01)
+        answers = [job.record for job in jobs]
+        assert answers == [b"answer %d" % n for n in range(4) for _ in range(2)]
 
     run(scenario)
 

@@ -7,9 +7,8 @@ import pytest
 from coop_plan.api.cluster.redis_job_store import JobStore
 from coop_plan.api.jobs.jobs import Jobs
 from coop_plan.api.jobs.local_executor import FairSlots, LocalExecutor
-from coop_plan.api.jobs.request_handler import Reply
+from coop_plan.api.jobs.request_handler import ProblemError, Reply
 from coop_plan.api.jobs.worker_process import JobRequest, WorkerRequest
-from coop_plan.api.service.problems import ProblemError
 from tests.api.test_jobs import FakePool
 from tests.redis_server import needs_redis, redis_server
 

@@ -32,7 +32,8 @@ class Captures:
 
     def capture(self, request):
         self.asked.append((request.spec.name, request.batch))
-        return fake_device.Captured(self.graphs(request.spec.name, request.batch), self.eager)
+        size = request.batch * (request.length or 1)
+        return fake_device.Captured(self.graphs(request.spec.name, size), self.eager)
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_where_no_device_can_be_asked_there_is_one_message(ask):
     ("graphs", "text"),
     [
         (failing(CaptureError("too large"), "one", above=4), "at batch 8, too large"),
-        (lambda device, batch: chain(batch) if batch == 4 else other(batch), "one batch at a time"),
+        (lambda device, batch: chain(batch) if batch == 4 else other(batch), "one size at a time"),
     ],
 )
 def test_where_other_batches_cannot_be_captured_the_one_asked_about_is_answered(ask, graphs, text):
@@ -111,6 +112,26 @@ def test_one_capture_answers_for_one_batch(ask):
     assert code == 0
     assert fake_device.OfflineCapture.asked == [("one", 4)]
     assert json.loads(out)[0]["largest"] == {}
+
+
+def test_the_largest_length_at_a_batch(ask):
+    """The largest context: a length of 3 and a batch of 4 have as many tokens as a batch of 12."""
+    _, out, _ = ask(failing(None), "--device", "one", "--batches", "--json")
+    most = json.loads(out)[0]["largest"]["5%"]["batch"]
+    asked = ("--device", "one", "--length", 3, "--lengths")
+    code, out, _ = ask(failing(None), *asked, "--json")
+    [row] = json.loads(out)
+    assert code == 0
+    assert (row["batch"], row["length"], row["largest"]) == (4, 3, {})
+    assert row["longest"]["5%"]["length"] == most // 4
+    assert row["longest"]["5%"]["plan"]["overhead"] <= 0.05
+    _, table, _ = ask(failing(None), *asked)
+    assert "batch 4, length 3" in table
+    assert "tokens/s" in table
+    assert f"largest length: {most // 4} within 5%" in table
+    code, _, err = ask(failing(None), "--device", "one", "--lengths")
+    assert code == 2
+    assert "--length" in err
 
 
 def test_a_budget_leaves_states_update_context_and_margin(ask, monkeypatch):

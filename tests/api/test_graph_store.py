@@ -8,7 +8,7 @@ import zlib
 import pytest
 
 from coop_plan.api.cli.server_options import open_store_and_secret
-from coop_plan.api.jobs.request_handler import Limits, RefusedError, RequestHandler
+from coop_plan.api.jobs.request_handler import Limits, ProblemError, RequestHandler
 from coop_plan.api.service.graph_store import (
     MAX_LISTED,
     MAX_PARSED_BYTES,
@@ -107,28 +107,30 @@ def test_redis_lists_what_it_keeps(tmp_path):
         graphs.close()
 
 
-def test_parsed_graphs_are_bounded(graphs, document):
+@pytest.mark.parametrize(("share", "kept"), [(3, 2), (2, 1), (1, 0)])
+def test_parsed_graphs_are_bounded(graphs, document, share, kept):
+    """One that is larger than the cache is parsed at each request."""
     cache = GraphCache(graphs)
-    name = "x" * (MAX_PARSED_BYTES // 3)
+    name = "x" * (MAX_PARSED_BYTES // share)
     digests = []
     for number in range(4):
         data = json.dumps(document | {"name": f"{number}{name}"}).encode()
         digests.append(digest_of(data))
         assert cache.put(digests[-1], data, lambda _: None)
     for digest in digests:
-        assert cache.get(digest) is not None
-    assert len(cache._parsed) == 2
+        assert cache.get(digest, lambda _: None) is not None
+    assert len(cache._parsed) == kept
     assert cache._bytes <= MAX_PARSED_BYTES
-    assert cache.get(digests[0]) is not None  # read again
+    assert cache.get(digests[0], lambda _: None) is not None  # read again
 
 
 def test_an_answer_by_digest_is_the_answer_by_document(handler, store, document):
     data = json.dumps(document).encode()
     digest = digest_of(data)
     asked = json.dumps({"graph": digest, "budget": 330, "alignment": 1}).encode()
-    with pytest.raises(RefusedError) as unknown:
+    with pytest.raises(ProblemError) as unknown:
         handler.find(asked, "", b"")
-    assert unknown.value.reply.problem == "unknown-graph"
+    assert unknown.value.name == "unknown-graph"
     assert not handler.put_graph(data, "", digest)[0].found
     assert handler.put_graph(gzip.compress(data), "gzip", digest)[0].found
     reply, for_solve = handler.find(asked, "", b"")

@@ -1,5 +1,8 @@
 """The jobs of a cluster in a real Redis: one solve a question, leases, fencing."""
 
+import random
+import time
+
 import pytest
 
 from coop_plan.api.cluster import redis_job_store as module
@@ -190,6 +193,33 @@ def test_a_job_that_nobody_takes_up_is_sent_again_ever_more_seldom(store):
         store.redis.hset("coop-plan:job:a", "published", past)
         sent.append(store.view("a").resend)
     assert sent == [False, True, False, True, False, True]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_job_whose_graph_was_lost_keeps_its_place(store, seed):
+    """A plan store that restarts empty does not put those who waited longest behind the others.
+
+    With another problem, the next request for the job waits behind those that came before it.
+    """
+    draw = random.Random(seed)
+    jobs = [f"job{n}" for n in range(8)]
+
+    def queue(names):
+        for name in names:
+            assert begin(store, name) == "new"
+            time.sleep(0.002)  # the queue is ordered by ms
+
+    queue(jobs)
+    ends = {name: draw.choice(["unknown-graph", "time-limit"]) for name in jobs}
+    for _ in jobs:
+        lease = store.lease("any")
+        assert store.finish(lease, Reply(problem=ends[lease.job_id]))
+    again = [*jobs, "new"]
+    draw.shuffle(again)
+    queue(again)
+    lost = [name for name in jobs if ends[name] == "unknown-graph"]
+    others = [name for name in again if name not in lost]
+    assert [store.lease("any").job_id for _ in again] == lost + others
 
 
 def test_an_answer_that_is_not_of_ours_is_none(store):

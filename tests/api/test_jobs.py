@@ -6,11 +6,11 @@ import time
 
 import pytest
 
+from coop_plan.api.jobs import process_pool
 from coop_plan.api.jobs.jobs import Jobs
 from coop_plan.api.jobs.local_executor import LocalExecutor
 from coop_plan.api.jobs.process_pool import WorkerLostError
-from coop_plan.api.jobs.request_handler import Figures, Reply
-from coop_plan.api.service.problems import ProblemError
+from coop_plan.api.jobs.request_handler import Figures, ProblemError, Reply
 
 
 class FakeWorker:
@@ -169,3 +169,29 @@ def test_events_have_every_change_and_resume():
         assert time.monotonic() > job.started
 
     run(scenario)
+
+
+def test_a_process_whose_call_failed_midway_answers_no_other_call(monkeypatch):
+    """Half a message may be in its socket."""
+    made = []
+
+    class Process(FakeWorker):
+        def __init__(self, settings):
+            super().__init__()
+            made.append(self)
+
+        @property
+        def ended(self):
+            return self.killed.is_set()
+
+        def call(self, task, body, record, seconds, on_progress):
+            memoryview(body)
+            return Reply(), b""
+
+    monkeypatch.setattr(process_pool, "WorkerProcess", Process)
+    pool = process_pool.ProcessPool(None, 1)
+    pool.call(None, b"", seconds=1.0)
+    with pytest.raises(TypeError):
+        pool.call(None, None, seconds=1.0)
+    pool.call(None, b"", seconds=1.0)
+    assert [process.ended for process in made] == [True, False]

@@ -2,9 +2,9 @@
 
 import base64
 import gzip
+import itertools
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -19,21 +19,10 @@ from coop_plan.schemas import load_graph
 from coop_plan.web import page as whole_page
 from tests.api.server import serving
 
-CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.sync_api")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = load_graph(ROOT / "examples" / "graph.json")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as driver:
-        # In a container there is no sandbox for root.
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        started.close()
 
 
 @pytest.fixture
@@ -109,6 +98,39 @@ def test_the_map_shows_the_plan_s_peak_where_it_is(page, two_maps, plans):
         assert words in parts
 
 
+@pytest.mark.parametrize("axis", ["step", "time"])
+@pytest.mark.parametrize("window", [None, [20, 60]])
+def test_the_map_paints_each_rectangle_in_its_place_and_colour(page, two_maps, axis, window):
+    page.goto(two_maps)
+    page.get_by_label("horizontal axis").select_option(axis)
+    seen, wrong = page.evaluate(
+        """(window) => {
+        const map = document.querySelector("canvas").map;
+        if (window) map.set({ window, addresses: [map.top / 8, map.top] });
+        const pen = map.canvas.getContext("2d");
+        const { begin, end, offset, size, kind } = map.data;
+        const two = (part) => part.toString(16).padStart(2, "0");
+        const hex = (pixel) => "#" + [...pixel.slice(0, 3)].map(two).join("");
+        let seen = 0;
+        const wrong = [];
+        for (let i = 0; i < map.count; i += 1) {
+            const left = Math.max(map.x(begin[i]), map.left);
+            const right = Math.min(map.x(end[i]), map.left + map.width);
+            const top = Math.max(map.y(offset[i] + size[i]), map.bottom - map.height);
+            const low = Math.min(map.y(offset[i]), map.bottom);
+            if (right - left < 4 || low - top < 4) continue;
+            const pixel = pen.getImageData((left + right) / 2, (top + low) / 2, 1, 1).data;
+            seen += 1;
+            if (hex(pixel) !== map.pixelsOf.kinds[kind[i]]) wrong.push(i);
+        }
+        return [seen, wrong];
+    }""",
+        window,
+    )
+    assert seen > 10
+    assert wrong == []
+
+
 def test_a_walk_by_keyboard_leaves_no_trace(page, two_maps):
     page.goto(two_maps)
     picture = "document.querySelector('canvas').toDataURL()"
@@ -146,18 +168,19 @@ def test_the_keyboard_alone_selects_zooms_and_filters(page, two_maps):
     assert status.inner_text() == ""
 
 
+@pytest.mark.parametrize("width", [380, 1366, 1920], ids=["phone", "laptop", "desk"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_maps_have_no_fault_of_accessibility(browser, two_maps, scheme):
-    context = browser.new_context(color_scheme=scheme, viewport={"width": 380, "height": 800})
+def test_maps_have_no_fault_of_accessibility(browser, two_maps, scheme, width):
+    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 800})
     page = context.new_page()
     page.goto(two_maps)
     assert faults(page) == []
-    assert page.evaluate("document.documentElement.scrollWidth") <= 380  # a phone's width
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
     context.close()
 
 
-def frame_ms(page, frames=50):
-    """CPU time of a frame of almost the whole plan, of the page's main thread, ms."""
+def cpu_seconds(page):
+    """Function that returns the CPU time of the page's main thread so far."""
     metrics = page.context.new_cdp_session(page)
     metrics.send("Performance.enable", {"timeDomain": "threadTicks"})
 
@@ -165,11 +188,24 @@ def frame_ms(page, frames=50):
         found = metrics.send("Performance.getMetrics")["metrics"]
         return {entry["name"]: entry["value"] for entry in found}["TaskDuration"]
 
+    return cpu
+
+
+def frame_ms(page, frames=50):
+    """CPU time of a frame of almost the whole plan, of the page's main thread, ms.
+
+    Each is shown, so that the browser's own drawing is in it.
+    """
+    cpu = cpu_seconds(page)
     begin = cpu()
     page.evaluate(
-        """(frames) => {
+        """async (frames) => {
         const map = document.querySelector("canvas").map;
-        for (let i = 0; i < frames; i += 1) map.set({ window: [i, map.moments - frames + i] });
+        for (let i = 0; i < frames; i += 1) {
+            await new Promise(requestAnimationFrame);
+            map.set({ window: [i, map.moments - frames + i] });
+        }
+        await new Promise(requestAnimationFrame);
     }""",
         frames,
     )
@@ -200,7 +236,11 @@ def test_fifty_thousand_buffers_are_drawn_and_found(page, tmp_path):
     }
     drawings = [{"title": "many", "figures": None, "map": columns}]
     (tmp_path / "many.html").write_text(whole_page("show.js", "many", {"drawings": drawings}))
+    cpu = cpu_seconds(page)
+    before = cpu()
     page.goto((tmp_path / "many.html").as_uri())
+    opened = cpu() - before
+    assert 0 < opened < 1  # a plan of Llama-3-8B is a tenth of it
     found = page.evaluate("""() => {
         const map = document.querySelector("canvas").map;
         map.set({ window: [25000, 25100] });
@@ -218,8 +258,7 @@ def test_fifty_thousand_buffers_are_drawn_and_found(page, tmp_path):
     }""")
     assert 0.039 < painted < 0.2
     box = page.locator("canvas").first.bounding_box()
-    # 6.0, 6.1 and 8.3 ms alone; other work of a busy machine takes its caches.
-    assert min(frame_ms(page) for _ in range(3)) < 16
+    assert min(frame_ms(page) for _ in range(3)) < 8  # 2.8 to 4.8 ms while others work
     page.evaluate("document.querySelector('canvas').map.set({ window: [1000, 2000] })")
     page.mouse.move(box["x"] + 500, box["y"] + 200)
     page.mouse.down()
@@ -374,6 +413,21 @@ def test_a_search_counts_its_matches_and_walks_them(page, two_maps):
     assert count.inner_text() == f"{total} of {total}"
 
 
+def test_legend_and_map_follow_the_theme(page, two_maps):
+    page.goto(two_maps)
+    look = """() => {
+        const swatches = [...document.querySelectorAll(".legend .swatch")];
+        const picture = document.querySelector("canvas").toDataURL();
+        return [...swatches.map((s) => s.style.background), picture];
+    }"""
+    follows = f"(known) => ({look})().every((one, i) => (one === known[i]) === EQUAL)"
+    light = page.evaluate(look)
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function(follows.replace("EQUAL", "false"), arg=light)
+    page.emulate_media(color_scheme="light")
+    page.wait_for_function(follows.replace("EQUAL", "true"), arg=light)
+
+
 def test_kinds_are_switches_and_differences_are_found(page, two_maps, plans):
     page.goto(two_maps)
     shown = """() => {
@@ -501,6 +555,29 @@ def test_the_report_opens_the_map_of_a_plan(page, tmp_path, plans):
     page.locator(".map canvas[tabindex]").wait_for()
 
 
+def test_points_of_a_report_are_joined_by_steps(page, tmp_path):
+    """Between two plans nothing is known but that the smaller one meets the larger budget, too."""
+    once = {"state": "planned", "method": "coop", "bound": None, "map": None, "why": ""}
+    rest = {"budget_bytes": 1, "fragmentation": 0.0, "least_bytes": None, "solve_seconds": 0.0}
+    cells = [
+        once | rest | {"asked": f"{peak}", "peak_bytes": peak << 20, "overhead": overhead}
+        for peak, overhead in ((10, 0.4), (20, 0.25), (30, 0.3), (40, 0.0))
+    ]
+    text = whole_page("report.js", "Plans", {"name": "mlp", "cells": cells, "once": {}})
+    (tmp_path / "report.html").write_text(text)
+    page.goto((tmp_path / "report.html").as_uri())
+    path, points = page.evaluate("""() => {
+        const { plot } = document.querySelector("section canvas");
+        const path = [];
+        const pen = { beginPath() {}, stroke() {}, fill() {}, arc() {} };
+        plot.line({ ...pen, lineTo: (...at) => path.push(at) }, "coop", "red", 4);
+        return [path, plot.cells.map((cell) => [plot.x(cell.peak_bytes), plot.y(cell.overhead)])];
+    }""")
+    assert all(a[0] == b[0] or a[1] == b[1] for a, b in itertools.pairwise(path))
+    assert all(point in path for point in (points[0], points[1], points[3]))
+    assert points[2] not in path  # the plan of 20 MiB costs less
+
+
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
     folder = tmp_path_factory.mktemp("service")
@@ -570,7 +647,7 @@ def test_the_page_of_the_interface_names_its_example(browser, service):
         visit.page.goto(f"{visit.at}/docs")
         operation = visit.page.locator("#operations-plans-post_plan_plan_post")
         operation.locator("button").first.click()
-        visit.page.get_by_text("three layers and their gradients").first.wait_for()
+        visit.page.get_by_text("perceptron of 2 layers").first.wait_for()
         assert faults(visit.page) == []
         assert visit.wrong == []
 

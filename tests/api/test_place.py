@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coop_plan.api.cli.buffers_csv import read_buffers, write_buffers
+from coop_plan.planner.importers.buffers_csv import read_buffers, write_buffers
 
 SMALL = "id,lower,upper,size\na,0,3,4\nb,2,5,4\nc,4,6,3\n"
 

@@ -36,10 +36,26 @@ COMMANDS = [
         id="capture",
         marks=[needs_torch, pytest.mark.slow],
     ),
+    pytest.param(
+        ["calibrate", "-o", "-"],
+        "measuring",
+        id="calibrate",
+        marks=[needs_torch, pytest.mark.slow],
+    ),
 ]
 
+FIRST_STEP = """
+import torch
+from torch import nn
+from coop_plan.planner import progress
+progress.SECONDS_A_LINE = 0.0
+model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(64, 64), nn.GELU())])
+step = torch.compile(lambda x: model(x).sum(), backend="coop", options={"budget": "70%"})
+step(torch.randn(256, 64)).backward()
+"""
 
-def on_terminal(arguments, folder):
+
+def on_terminal(arguments, folder, entry=ENTRY):
     """Return code, and what a command writes to a terminal that is its stderr."""
     if find_spec("torch") is not None:
         from tests.runtime.ranks import cache_with_extension
@@ -48,7 +64,7 @@ def on_terminal(arguments, folder):
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "PYTHONWARNINGS": "ignore"}
     process = subprocess.Popen(
-        [sys.executable, "-c", ENTRY, *arguments],
+        [sys.executable, "-c", entry, *arguments],
         cwd=ROOT,
         env=environment | {"XDG_CACHE_HOME": str(folder)},
         stdout=subprocess.DEVNULL,
@@ -77,8 +93,27 @@ def test_long_work_shows_its_progress_on_a_terminal(arguments, words, tmp_path):
         assert re.search(r"\d of 4 s, \d s left", seen)
 
 
-def test_a_pipe_gets_no_progress():
-    asked = [GRAPH, "--budget", "50%", "--method", "auto", "--time-limit", "3"]
+@needs_torch
+def test_a_first_step_logs_its_progress_and_its_duration(tmp_path):
+    """With no least time between lines; `tests/planner/test_progress.py` has that."""
+    code, seen = on_terminal([], tmp_path, FIRST_STEP)
+    assert code == 0, seen[-2000:]
+    assert re.search(r"profiling \d+ ops: about \d+ s left", seen)
+    assert re.search(r"step 0: compiled in \d+ s", seen)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["--budget", "50%", "--method", "auto", "--time-limit", "3"],
+        ["explain", GRAPH],
+        ["compare", GRAPH, "--budgets", "80%"],
+    ],
+    ids=lambda asked: asked[0].lstrip("-"),
+)
+def test_a_pipe_gets_no_progress(asked):
+    if asked[0].startswith("-"):
+        asked = [GRAPH, *asked]
     done = subprocess.run(
         [sys.executable, "-c", ENTRY, *asked], capture_output=True, text=True, check=True, cwd=ROOT
     )

@@ -1,16 +1,21 @@
 """A plan for a smaller budget at once, and better ones later, from the store."""
 
+import asyncio
 import json
 
+import httpx
 import pytest
 
 from coop_plan.api.jobs.related_plans import RelatedPlans
-from coop_plan.api.jobs.request_handler import Limits, RequestHandler
+from coop_plan.api.jobs.request_handler import Limits, Reply, RequestHandler
+from coop_plan.api.service.app import create_app
 from coop_plan.api.service.graph_store import SqliteGraphStore
+from coop_plan.api.service.plan_service import ServiceSettings
 from coop_plan.planner import find_faults, plan
 from coop_plan.planner.plan_cache.record import StoredPlan
 from coop_plan.planner.plan_cache.store import SqliteStore
 from coop_plan.schemas import parse_plan
+from tests.api.in_process import ask, service
 
 
 @pytest.fixture
@@ -149,8 +154,60 @@ def test_a_better_plan_takes_nobody_elses_place(handler, related, store, questio
     assert store.get(key) == [theirs]
 
 
+def test_a_plan_for_a_link_and_a_host_budget_is_improved_for_them(handler, related, question):
+    """The search has all options that the figures of the stored plan depend on."""
+    question |= {"link": "1KB/s", "host_budget": 1000, "outputs": "arena"}
+    key = solve(handler, question)
+    old = parse_plan(handler.stored_plan(key)[1])
+    assert (old.link_bytes_per_s, old.host_budget_bytes) == (1000, 1000)
+    reply, _ = related.improve(key, "", 0.5, lambda _: None)
+    assert reply.found
+    new = parse_plan(handler.stored_plan(key)[1])
+    same = "link_bytes_per_s", "host_budget_bytes", "outputs", "alignment", "budget_bytes"
+    assert [getattr(new, name) for name in same] == [getattr(old, name) for name in same]
+    assert new.cost_us <= old.cost_us
+
+
 def test_what_a_baseline_made_is_not_improved(handler, related, question):
     """A request for dtr is for a comparison with dtr."""
     key = solve(handler, question | {"method": "dtr"})
     assert handler.stored_plan(key)[0].settled
     assert related.improve("0" * 64, "", 1.0, lambda _: None)[0].problem == "not-found"
+
+
+@pytest.mark.parametrize("smaller", [True, False])
+def test_a_job_that_ends_while_a_provisional_plan_is_read(tmp_path, monkeypatch, question, smaller):
+    """The answer is provisional, or the job: never empty, nor another budget's plan as a miss."""
+
+    async def scenario():
+        server = service(monkeypatch, tmp_path / "plans")
+        app = create_app(ServiceSettings(store=str(tmp_path / "plans"), secret=b"secret"))
+        app.state.service = server
+        call = server.call_reader
+
+        async def call_when_done(task, *rest):
+            while task.do == "for-smaller-budget" and server.jobs._running:
+                await asyncio.sleep(0.01)
+            if task.do == "for-smaller-budget" and not smaller:  # another writer emptied the store
+                return Reply(), b""
+            return await call(task, *rest)
+
+        monkeypatch.setattr(server, "call_reader", call_when_done)
+        try:
+            if smaller:
+                await ask(server, question | {"budget": 320})
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+                headers = {"Prefer": "wait=0"}
+                answer = await http.post("/plan", json=question, headers=headers)
+            if smaller:
+                assert answer.headers["coop-plan-cache"] == "provisional"
+                assert "monitor" in answer.headers["link"]
+                assert parse_plan(answer.content).peak_bytes <= 320
+            else:
+                assert answer.status_code == 202
+                assert answer.json()["state"] == "done"
+        finally:
+            await server.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 100))

@@ -11,9 +11,9 @@ import zstandard
 from fastapi import Request
 
 from benchmarks.local_cluster import children
+from coop_plan.api.jobs.request_handler import ProblemError
 from coop_plan.api.service import request_body
 from coop_plan.api.service.auth import Caller
-from coop_plan.api.service.problems import ProblemError
 from coop_plan.api.service.request_body import BodyReader, Memory
 from tests.api.server import serving
 

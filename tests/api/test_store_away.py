@@ -11,17 +11,17 @@ import httpx
 import pytest
 
 import coop_plan
-from coop_plan.api.jobs.request_handler import Limits, RefusedError, RequestHandler
+from coop_plan.api.jobs.process_pool import WorkerLostError
+from coop_plan.api.jobs.request_handler import Limits, ProblemError, RequestHandler
 from coop_plan.api.service.graph_store import SqliteGraphStore
 from coop_plan.api.service.plan_service import PlanService
-from coop_plan.api.service.problems import ProblemError
 from coop_plan.planner import plan
 from coop_plan.planner.plan_cache import redis_store
 from coop_plan.planner.plan_cache.open_store import open_store
 from coop_plan.planner.plan_cache.store import SqliteStore
 from coop_plan.schemas.fingerprint import digest_of
 from tests.api import in_process
-from tests.api.in_process import InProcessPool, service
+from tests.api.in_process import InProcessPool, ask, service
 from tests.redis_server import needs_redis, redis_server
 
 SECONDS = 2.0
@@ -122,6 +122,33 @@ def test_a_call_of_a_store_that_is_away_ends_soon(tmp_path, how):
         raise AssertionError("the store is back, and is not asked")
 
 
+def test_a_hit_does_not_wait_for_a_writer_of_the_store(tmp_path, monkeypatch, document):
+    """The server reads the signatures between other requests, not in a thread."""
+    path = tmp_path / "plans"
+
+    async def scenario():
+        server = service(monkeypatch, path)
+        question = {"graph": document, "budget": 330, "alignment": 1}
+        try:
+            stored = await ask(server, question)
+            assert (await ask(server, question))[1] == stored[1]
+            with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as writer:
+                writer.execute("update answer set used = 0")  # the next hit notes its use
+                writer.execute("begin immediate")
+                began = time.monotonic()
+                for _ in range(3):
+                    again = await ask(server, question)
+                    assert (again[1], again[2]) == (stored[1], None)
+                assert time.monotonic() - began < 0.5
+                writer.execute("commit")
+                await ask(server, question)
+                assert writer.execute("select min(used) > 0 from answer").fetchone() == (1,)
+        finally:
+            await server.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
 class FullStore(SqliteGraphStore):
     def put(self, *_):
         raise sqlite3.OperationalError("database or disk is full")
@@ -141,8 +168,8 @@ def test_a_graph_that_cannot_be_stored_is_sent_with_the_request(tmp_path, chain)
                 handler.put_graph(sent.content, encoding, sent.url.path.rpartition("/")[2])
             reply, _ = handler.solve(sent.content, encoding, lambda _: None)
             return httpx.Response(200, content=handler.stored_plan(reply.key)[1])
-        except RefusedError as refused:
-            name = refused.reply.problem
+        except ProblemError as refused:
+            name = refused.name
             status = {"unknown-graph": 404, "not-stored": 507}[name]
             problem = {"type": f"urn:coop-plan:problem:{name}", "detail": ""}
             return httpx.Response(status, json=problem)
@@ -161,6 +188,60 @@ def test_a_graph_store_that_is_away_does_not_know_the_graph(tmp_path, chain):
     handler = RequestHandler(store, Limits(), graphs)
     graphs.close()
     body = json.dumps({"graph": digest_of(chain.to_json().encode()), "budget": 330}).encode()
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(ProblemError) as refused:
         handler.find(body, "", b"")
-    assert refused.value.reply.problem == "unknown-graph"
+    assert refused.value.name == "unknown-graph"
+
+
+@pytest.mark.parametrize("away", ["for a while", "for long"])
+def test_a_solve_waits_for_a_graph_store_that_is_away(tmp_path, monkeypatch, chain, away):
+    """Those who wait for it would else begin again at the end of the queue."""
+
+    class RestartingStore(SqliteGraphStore):
+        calls = 0
+
+        def get(self, digest):
+            self.calls += 1
+            if self.calls < 4 or away == "for long":
+                raise sqlite3.OperationalError("away")
+            return super().get(digest)
+
+    monkeypatch.setattr("coop_plan.api.jobs.request_handler.PAUSE_SECONDS", 0.01)
+    if away == "for long":
+        monkeypatch.setattr("coop_plan.api.jobs.request_handler.AWAY_SECONDS", 0.1)
+    graphs = RestartingStore(tmp_path / "plans")
+    handler = RequestHandler(SqliteStore(tmp_path / "plans", secret=b"secret"), Limits(), graphs)
+    document = chain.to_json().encode()
+    graphs.put(digest_of(document), document)
+    body = json.dumps({"graph": digest_of(document), "budget": 330, "alignment": 1}).encode()
+    if away == "for long":
+        with pytest.raises(ProblemError, match="send it"):
+            handler.solve(body, "", lambda _: None)
+    else:
+        assert handler.solve(body, "", lambda _: None)[0].found
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_reader_that_is_killed_once_costs_no_answer(tmp_path, monkeypatch, document, kills):
+    call, lost = InProcessPool.call, []
+
+    def killed(self, task, *arguments, **named):
+        if task.do == "find" and len(lost) < kills:
+            lost.append(task)
+            raise WorkerLostError(late=False)
+        return call(self, task, *arguments, **named)
+
+    monkeypatch.setattr(InProcessPool, "call", killed)
+
+    async def scenario():
+        server = service(monkeypatch, tmp_path / "plans")
+        try:
+            return await ask(server, {"graph": document, "budget": 330, "alignment": 1})
+        finally:
+            await server.close()
+
+    if kills == 1:
+        assert asyncio.run(scenario())[0].found
+    else:  # a request that costs two processes costs no more
+        with pytest.raises(ProblemError, match="than a reader has"):
+            asyncio.run(scenario())

@@ -2,7 +2,7 @@
 
 import asyncio
 
-import msgspec
+import msgspec.inspect
 import pytest
 
 from coop_plan.api.cluster.redis_job_store import JobStore
@@ -35,7 +35,8 @@ def test_messages_of_a_later_version_are_read_without_its_fields(message):
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_messages_of_an_earlier_version_are_read_with_defaults(message):
     document = msgspec.json.decode(msgspec.json.encode(message))
-    optional = [f.name for f in msgspec.structs.fields(message) if not f.required]
+    fields = msgspec.inspect.type_info(type(message)).fields
+    optional = [field.name for field in fields if not field.required]
     for name in optional:
         earlier = {key: value for key, value in document.items() if key != name}
         read = msgspec.convert(earlier, type(message))

@@ -10,14 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coop_plan.api.cli.exit_codes import EXIT_ERROR, EXIT_INFEASIBLE, EXIT_TIME, printable
+from coop_plan.api.cli.exit_codes import (
+    EXIT_ERROR,
+    EXIT_INFEASIBLE,
+    EXIT_TIME,
+    OutputError,
+    printable,
+)
 from coop_plan.api.cli.input import read_graph
+from coop_plan.api.cli.output import check_writable, write_whole
 from coop_plan.api.cli.plan_options import plan_options
 from coop_plan.api.cli.progress import show_progress
+from coop_plan.planner.options import PlanOptions
+from coop_plan.schemas import Graph, InvalidInputError, fingerprint, format_bytes
 
 if TYPE_CHECKING:
     from coop_plan.planner.inspect.compare import Cell
-    from coop_plan.schemas import Graph
 
 FIGURES = (
     "budget_bytes",
@@ -84,11 +92,8 @@ def compare(
     memory map of each plan. After Ctrl-C the finished plans are printed and written. Without any
     plan the exit code is 3 if no budget can be met, 4 if the time limit ended a method, and else 1.
     """
-    from coop_plan.api.cli.output import OutputError, check_writable, write_whole
     from coop_plan.planner import Progress
     from coop_plan.planner.inspect.compare import compare as cells_of
-    from coop_plan.planner.options import PlanOptions
-    from coop_plan.schemas import fingerprint
 
     for target in output:
         if Path(target).suffix not in (".html", ".json", ".csv"):
@@ -128,14 +133,9 @@ def compare(
     if interrupted:
         raise KeyboardInterrupt
     if not any(cell.figures for cell in done):
-        raise SystemExit(_exit_code({cell.state for cell in done}))
-
-
-def _exit_code(states: set[str]) -> int:
-    """The exit code of a comparison without a plan."""
-    if states == {"infeasible"}:
-        return EXIT_INFEASIBLE
-    return EXIT_TIME if states <= {"infeasible", "out of time"} else EXIT_ERROR
+        states = {cell.state for cell in done}
+        late = EXIT_TIME if states <= {"infeasible", "out of time"} else EXIT_ERROR
+        raise SystemExit(EXIT_INFEASIBLE if states == {"infeasible"} else late)
 
 
 def _listed(text: str) -> list[str]:
@@ -155,8 +155,6 @@ def _known(
 
     Cells that failed, or that had another time limit, are left out.
     """
-    from coop_plan.schemas.errors import InvalidInputError
-
     reports = [target for target in output if Path(target).suffix in (".html", ".json")]
     if not reports:
         raise click.UsageError("--resume needs the .html or .json report as -o")
@@ -207,7 +205,7 @@ def _row(cell: "Cell", structure: str, time_limit: float | None) -> dict[str, An
 
 
 def _report(
-    target: str, graph: "Graph", cells: "Sequence[Cell]", rows: Sequence[Mapping[str, Any]]
+    target: str, graph: Graph, cells: "Sequence[Cell]", rows: Sequence[Mapping[str, Any]]
 ) -> str:
     if target.endswith(".json"):
         return json.dumps(rows, indent=1) + "\n"
@@ -241,8 +239,6 @@ def _report(
 def _print(cells: "Sequence[Cell]") -> None:
     from rich.console import Console
     from rich.table import Table
-
-    from coop_plan.schemas import format_bytes
 
     table = Table(box=None, pad_edge=False)
     for name in ("budget", "method"):
@@ -278,8 +274,6 @@ def _print(cells: "Sequence[Cell]") -> None:
 
 def _scatter(points: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     """Overhead over peak as text: a mark for each method; the first method hides others."""
-    from coop_plan.schemas import format_bytes
-
     every = [point for row in points.values() for point in row]
     left, right = min(x for x, _ in every), max(x for x, _ in every)
     low, high = min(0.0, *(y for _, y in every)), max(y for _, y in every)

@@ -11,11 +11,16 @@ from typing import Any, NoReturn
 
 import click
 
-EXIT_ERROR, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_TIME, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
+from coop_plan.schemas.errors import missing_package
 
+EXIT_ERROR, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_TIME, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
 
 WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 """Errors of a stdout that cannot be written."""
+
+
+class OutputError(Exception):
+    """The output file cannot be written."""
 
 
 class ClosedOutput(io.TextIOBase):
@@ -35,6 +40,15 @@ def fail(message: object, code: int) -> NoReturn:
     """Exit with `code` after one line on stderr."""
     click.echo(f"coop-plan: error: {printable(' '.join(str(message).split()))}", err=True)
     sys.exit(code)
+
+
+@contextlib.contextmanager
+def needs_extra(user: str, extra: str) -> Iterator[None]:
+    """Context of the imports of `user`; exits with the command that installs a missing extra."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        fail(missing_package(user, error.name, extra), EXIT_ERROR)
 
 
 @contextlib.contextmanager

@@ -5,15 +5,16 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from coop_plan.api.cli.exit_codes import EXIT_INFEASIBLE, fail, printable
 from coop_plan.api.cli.input import read_graph, read_valid_plan
 from coop_plan.api.cli.progress import show_progress
+from coop_plan.planner.options import PlanOptions
+from coop_plan.schemas import format_bytes
 
 if TYPE_CHECKING:
     from coop_plan.planner.inspect.explain import Blocker, Explanation, PeakTensor
-    from coop_plan.planner.options import PlanOptions
-    from coop_plan.schemas import Plan
 
 
 @click.command(short_help="Explain the peak, the smallest budget and the price of memory.")
@@ -30,12 +31,9 @@ def explain(graph: str, plan: str | None, budget: str | None, as_json: bool) -> 
     bytes that each frees; and the overhead for each GiB less. Exit code 3 if --budget cannot be
     met.
     """
-    from msgspec.structs import replace
-
-    from coop_plan.planner.core.errors import InfeasibleBudgetError
+    from coop_plan.planner.core.errors import InfeasibleBudgetError, infeasible_fields
     from coop_plan.planner.inspect.explain import explain as explain_plan
     from coop_plan.planner.inspect.explain import price_list
-    from coop_plan.planner.options import PlanOptions
     from coop_plan.planner.planning import plan as make_plan
 
     if plan is not None and budget is not None:
@@ -44,10 +42,10 @@ def explain(graph: str, plan: str | None, budget: str | None, as_json: bool) -> 
     document = read_graph(graph)
     given = None if plan is None else read_valid_plan(document, plan)
     if given is not None:
-        options = _as_planned(given)
+        options = PlanOptions.of_plan(given, budget="min")
     refused: InfeasibleBudgetError | None = None
     with show_progress() as progress:
-        keep_all = replace(options, budget_="min", method="keep-all")
+        keep_all = msgspec.structs.replace(options, budget_="min", method="keep-all")
         everything = make_plan(document, keep_all, progress=progress)
         made = given or everything
         if budget is not None:
@@ -58,27 +56,14 @@ def explain(graph: str, plan: str | None, budget: str | None, as_json: bool) -> 
         prices = price_list(document, options, everything.peak_bytes, progress)
     found = explain_plan(document, made, prices)
     if as_json:
-        click.echo(json.dumps(_document(found, refused)))
+        printed: dict[str, Any] = msgspec.to_builtins(found)
+        if refused is not None:
+            printed["infeasible"] = infeasible_fields(refused)
+        click.echo(json.dumps(printed))
     else:
         _print(found)
     if refused is not None:
         fail(refused, EXIT_INFEASIBLE)
-
-
-def _as_planned(plan: "Plan") -> "PlanOptions":
-    """The options that a plan's figures depend on, so that prices are those of the same request."""
-    from coop_plan.planner.options import PlanOptions
-
-    link = plan.link_bytes_per_s
-    return PlanOptions.of(
-        {
-            "budget": "min",
-            "outputs": plan.outputs,
-            "alignment": plan.alignment,
-            "host_budget": plan.host_budget_bytes,
-            "link": None if link is None else int(link),
-        }
-    )
 
 
 MAX_LINE = 200
@@ -90,20 +75,8 @@ def _echo(*lines: str) -> None:
         click.echo(printable(line if len(line) <= MAX_LINE else line[: MAX_LINE - 1] + "…"))
 
 
-def _document(found: "Explanation", refused: Any) -> dict[str, Any]:
-    import msgspec
-
-    from coop_plan.planner.core.errors import infeasible_fields
-
-    made: dict[str, Any] = msgspec.to_builtins(found)
-    if refused is not None:
-        made["infeasible"] = infeasible_fields(refused)
-    return made
-
-
 def _print(found: "Explanation") -> None:
     from coop_plan.planner.inspect.explain import slopes
-    from coop_plan.schemas import format_bytes
 
     def at(op: str, source: str) -> str:
         return op + (f" ({source})" if source else "")
@@ -163,8 +136,6 @@ def _print(found: "Explanation") -> None:
 
 
 def _print_blocker(blocker: "Blocker") -> None:
-    from coop_plan.schemas import format_bytes
-
     where = f" ({blocker.source})" if blocker.source else ""
     _echo(
         "",
@@ -176,8 +147,6 @@ def _print_blocker(blocker: "Blocker") -> None:
 
 
 def _table(holders: Iterable["PeakTensor"]) -> None:
-    from coop_plan.schemas import format_bytes
-
     for holder in holders:
         made = f"{holder.op}  {holder.source}".rstrip()
         _echo(f"  {format_bytes(holder.bytes):>11}  {holder.tensor}  {holder.kind}  {made}")

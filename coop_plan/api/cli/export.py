@@ -1,10 +1,9 @@
 """`coop-plan export`: a plan in the formats of other tools."""
 
-import sys
-
 import click
 
 from coop_plan.api.cli.input import read_graph, read_valid_plan
+from coop_plan.api.cli.output import check_writable, write_whole
 
 FORMS = ("perfetto", "chrome-trace", "memory-snapshot", "minimalloc", "csv")
 
@@ -23,15 +22,11 @@ def export(graph: str, plan: str, form: str, output: str) -> None:
     memory-snapshot is a pickle for pytorch.org/memory_viz; minimalloc is the CSV of MiniMalloc;
     csv has one row for each buffer.
     """
-    from coop_plan.api.cli.output import check_writable, write_whole
     from coop_plan.planner.inspect import exports
 
     check_writable(output)
     document = read_graph(graph)
     made = read_valid_plan(document, plan)
     data = exports.EXPORTERS[form](document, made)
-    if output == "-":
-        sys.stdout.buffer.write(data)
-        return
     write_whole(output, data)
     click.echo(f"{output}: {len(data):,} bytes", err=True)

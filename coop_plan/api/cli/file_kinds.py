@@ -12,14 +12,16 @@ PICKLE_START = b"\x80"
 CHAKRA = re.compile(rb"[\x05-\x7f]\n[\x03-\x7f]\d+\.\d+")
 """Start of a Chakra trace: the length of its metadata, and the version as their first field."""
 
+BUFFERS = re.compile(rb"(?:\xef\xbb\xbf)?[\w ,]*\b(?:lower|start|begin) *,[\w ,]*[\r\n]")
+"""Start of a CSV file of buffers: a header with the begin of their lifetimes."""
+
 CHAKRA_FIELDS = {"attr", "dataDeps", "data_deps", "DataDeps", "NodeType", "durationMicros"}
 """Fields of a node in JSON forms of Chakra traces, which PyTorch's own nodes do not have."""
 
+ORIGINAL = "give the JSON file of torch.profiler.ExecutionTraceObserver that it was converted from"
+
 KINDS = {
-    "graph": (
-        "a coop-plan graph",
-        "plan it by `coop-plan FILE --budget SIZE`",
-    ),
+    "graph": ("a coop-plan graph", "plan it by `coop-plan FILE --budget SIZE`"),
     "plan": ("a coop-plan plan", "it follows GRAPH, as in `coop-plan verify GRAPH PLAN`"),
     "execution trace": (
         "an execution trace of PyTorch",
@@ -33,14 +35,9 @@ KINDS = {
         "a pickle",
         "convert a memory snapshot by `coop-plan import FILE -o buffers.csv`",
     ),
-    "Chakra trace": (
-        "a Chakra trace in protobuf",
-        "give the JSON file of torch.profiler.ExecutionTraceObserver that it was converted from",
-    ),
-    "Chakra JSON": (
-        "a Chakra trace in JSON",
-        "give the JSON file of torch.profiler.ExecutionTraceObserver that it was converted from",
-    ),
+    "CSV file of buffers": ("a CSV file of buffers", "place them by `coop-plan place FILE`"),
+    "Chakra trace": ("a Chakra trace in protobuf", ORIGINAL),
+    "Chakra JSON": ("a Chakra trace in JSON", ORIGINAL),
     "archive": ("an archive", "unpack it and give one of its files"),
 }
 """By kind its noun, and the remedy."""
@@ -66,8 +63,10 @@ def _kind(data: bytes) -> str:
         return "archive"
     if CHAKRA.match(data):
         return "Chakra trace"
+    if BUFFERS.match(data):
+        return "CSV file of buffers"
     try:
-        text = data.decode().lstrip()
+        text = data.decode(json.detect_encoding(data)).lstrip()
         document, end = json.JSONDecoder().raw_decode(text)
         rest = text[end:].lstrip()
         if rest:  # one document after another: Chakra's metadata, then its nodes

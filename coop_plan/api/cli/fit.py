@@ -2,17 +2,17 @@
 
 import json
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import click
 
-from coop_plan.api.cli.capture import MASTERS, OPTIMIZER, TARGET, fail_without_torch
+from coop_plan.api.cli.capture import EMA, MASTERS, OPTIMIZER, TARGET, runtime_work
 from coop_plan.api.cli.exit_codes import EXIT_ERROR, EXIT_INVALID, fail
-from coop_plan.api.cli.progress import show_progress
+from coop_plan.schemas import format_bytes
 
 PARTS = ("weights", "gradients", "states", "activations", "update", "other")
-COLUMNS = (*PARTS, "context", "as it is", "smallest", "card", "overhead", "samples/s")
+KEPT = {"masters": "float32 masters", "ema": "an average"}
+COLUMNS = (*PARTS, "context", "as it is", "smallest", "card", "overhead")
 
 
 @click.command(short_help="Estimate whether a training step fits on other devices.")
@@ -32,8 +32,16 @@ COLUMNS = (*PARTS, "context", "as it is", "smallest", "card", "overhead", "sampl
     help="Batch size: call FUNCTION(batch=N).",
 )
 @click.option("--batches", is_flag=True, help="Also search the largest batches; this takes longer.")
+@click.option(
+    "--length",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Sequence length: call FUNCTION(length=N), too.",
+)
+@click.option("--lengths", is_flag=True, help="Also search the largest lengths; needs --length.")
 @OPTIMIZER
 @MASTERS
+@EMA
 @click.option(
     "--update",
     type=click.Choice(["foreach", "fused", "plain", "backward"]),
@@ -49,43 +57,21 @@ COLUMNS = (*PARTS, "context", "as it is", "smallest", "card", "overhead", "sampl
     help="Memory that PyTorch's allocator reserves beyond what is allocated.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def fit(
-    target: str,
-    devices: str,
-    batch: int,
-    batches: bool,
-    optimizer: str | None,
-    masters: bool,
-    update: str | None,
-    margin: float,
-    as_json: bool,
-) -> None:
+def fit(target: str, devices: str, margin: float, as_json: bool, **options: Any) -> None:
     """Estimate whether a training step fits on devices that this machine does not have.
 
     FUNCTION takes batch=N and returns (callable, example arguments). For each device are printed
     the memory of eager PyTorch at its peak, the smallest memory with recomputation, and the
-    overhead within the device's memory. --batches adds the largest batch at 5 %, 10 % and one
-    forward of overhead. Each plan is verified.
+    overhead within the device's memory. --batches and --lengths add the largest batch and sequence
+    length at 5 %, 10 % and one forward of overhead. Each plan is verified.
     """
-    if find_spec("torch") is None:
-        fail_without_torch("fit")
-    from coop_plan import fit as figures
-    from coop_plan.planner.progress import progress_to
-
     names = devices.split(",")
     width = max(6, *map(len, names))
     rows: list[dict[str, Any]] = []
-    with show_progress(message="capturing") as progress, progress_to(progress):
-        for row in figures(
-            target,
-            names,
-            batch,
-            optimizer=optimizer,
-            masters=masters,
-            update=update,
-            margin=margin / 100,
-            batches=batches,
-        ):
+    with runtime_work("fit", "capturing"):
+        from coop_plan import fit as figures
+
+        for row in figures(target, names, margin=margin / 100, **options):
             if not as_json:
                 _print(row, width, first=not any(earlier["eager"] for earlier in rows))
             rows.append(row)
@@ -114,40 +100,46 @@ def _print(row: dict[str, Any], width: int, first: bool) -> None:
     unit, scale = ("GiB", 1 << 30) if eager["peak_bytes"] >= 1 << 30 else ("MiB", 1 << 20)
     if first:
         optimizer = row["optimizer"] or "no optimizer"
-        masters = " with float32 masters" if row["masters"] else ""
+        kept = [text for name, text in KEPT.items() if row[name]]
+        copies = f" with {' and '.join(kept)}" if kept else ""
         update = f" ({row['update']})" if row["update"] else ""
+        length = f", length {row['length']}" if row["length"] else ""
         click.echo(
-            f"batch {row['batch']}, {row['dtype']}, {optimizer}{masters}{update}; {unit} of eager"
-            " PyTorch at its peak:"
+            f"batch {row['batch']}{length}, {row['dtype']}, {optimizer}{copies}{update}; {unit} of"
+            " eager PyTorch at its peak:"
         )
-        click.echo(_line("device", width, COLUMNS))
+        rate = "tokens/s" if row["length"] else "samples/s"
+        click.echo(_line("device", width, (*COLUMNS, rate)))
     sizes = [eager[part] for part in PARTS]
     sizes += [row["context_bytes"], eager["peak_bytes"], row["smallest"]["peak_bytes"]]
     cells = [f"{size / scale:.2f}" for size in (*sizes, row["memory_bytes"])]
     cells += (
         ["no fit", "-"]
         if within is None
-        else [f"{within['overhead']:.2%}", f"{within['samples_per_s']:.4g}"]
+        else [
+            f"{within['overhead']:.2%}",
+            f"{within['samples_per_s'] * (row['length'] or 1):.4g}",
+        ]
     )
     click.echo(_line(row["device"], width, cells))
     click.echo(f"  {_advice(row)}")
-    if found := row["largest"]:
+    for size, found in (("batch", row["largest"]), ("length", row["longest"])):
         texts = [
-            f"{largest['batch'] or 'none'} within {name}"
+            f"{largest[size] or 'none'} within {name}"
             + ("" if name.endswith("%") else f" ({largest['limit']:.0%})")
             for name, largest in found.items()
         ]
-        click.echo(f"  largest batch: {', '.join(texts)} of overhead")
+        if texts:
+            click.echo(f"  largest {size}: {', '.join(texts)} of overhead")
 
 
 def _line(name: str, width: int, cells: Sequence[str]) -> str:
-    columns = (f"{cell:>{max(9, len(head))}}" for cell, head in zip(cells, COLUMNS, strict=True))
+    heads = (*COLUMNS, "samples/s")
+    columns = (f"{cell:>{max(9, len(head))}}" for cell, head in zip(cells, heads, strict=True))
     return "  ".join((f"{name:{width}}", *columns))
 
 
 def _advice(row: dict[str, Any]) -> str:
-    from coop_plan.schemas import format_bytes
-
     batch, within = row["batch"], row["within"]
     available = format_bytes(row["available_bytes"])
     if within is None:

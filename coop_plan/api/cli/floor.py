@@ -8,7 +8,8 @@ import click
 
 from coop_plan.api.cli.exit_codes import printable
 from coop_plan.api.cli.input import read_graph
-from coop_plan.api.cli.plan_options import plan_options
+from coop_plan.api.cli.plan_options import parse_plan_options, plan_options
+from coop_plan.schemas import format_bytes
 
 
 @click.command(short_help="Print the proved lower bound on any budget, without a search.")
@@ -21,9 +22,7 @@ def floor(graph: str, as_json: bool, **values: Any) -> None:
     The bound holds for every method. It takes milliseconds, since no schedule is searched; the
     smallest budget that a method can meet is that of `coop-plan plan --budget min`.
     """
-    from coop_plan.api.cli.plan_options import parse_plan_options
     from coop_plan.planner.inspect.floor import floor as floor_of
-    from coop_plan.schemas import format_bytes
 
     options = parse_plan_options({"budget": "min", **values})
     found = floor_of(read_graph(graph), options.alignment, options.outputs)

@@ -6,8 +6,10 @@ from typing import Any
 
 import click
 
+from coop_plan.api.cli.file_kinds import PICKLE_START, check_kind
 from coop_plan.api.cli.input import read_input
-from coop_plan.schemas.errors import InvalidInputError
+from coop_plan.api.cli.output import check_writable, write_whole
+from coop_plan.schemas import InvalidInputError, format_bytes
 
 
 @click.command("import", short_help="Convert a recorded step into a graph.")
@@ -23,9 +25,6 @@ def import_(trace: str, kineto: str | None, output: str) -> None:
     of its last complete step, with the op times of --kineto. A memory snapshot
     (torch.cuda.memory._dump_snapshot) becomes a CSV file of buffers for `coop-plan place`.
     """
-    from coop_plan.api.cli.file_kinds import PICKLE_START
-    from coop_plan.api.cli.output import check_writable, write_whole
-
     check_writable(output)
     data, trace = read_input(trace)
     if data.startswith(PICKLE_START):
@@ -36,15 +35,11 @@ def import_(trace: str, kineto: str | None, output: str) -> None:
         text, summary = _buffers(data, trace)
     else:
         text, summary = _graph(data, trace, kineto)
-    if output == "-":
-        click.echo(text, nl=False)
-    else:
-        write_whole(output, text)
+    write_whole(output, text)
     click.echo(f"{output}: {summary}", err=True)
 
 
 def _graph(data: bytes, source: str, kineto: str | None) -> tuple[str, str]:
-    from coop_plan.api.cli.file_kinds import check_kind
     from coop_plan.planner.importers.graph import import_trace
 
     times = None
@@ -56,10 +51,10 @@ def _graph(data: bytes, source: str, kineto: str | None) -> tuple[str, str]:
         name = Path(source).name.encode(errors="replace").decode()  # files may have any bytes
         made = import_trace(_json(data, source), times, name)
     except InvalidInputError as error:
-        if error.source == "kineto" and kineto:
-            raise InvalidInputError(error.message, error.pointer, kineto) from None
-        check_kind(data, source, "execution trace")
-        raise InvalidInputError(error.message, error.pointer, source) from None
+        file = kineto if kineto and error.source == "kineto" else source
+        if file == source:
+            check_kind(data, source, "execution trace")
+        raise InvalidInputError(error.message, error.pointer, file) from None
     ops = len(made.graph.ops)
     summary = f"{ops} ops, {len(made.graph.tensors)} tensors"
     if made.steps > 1:
@@ -82,9 +77,8 @@ def _graph(data: bytes, source: str, kineto: str | None) -> tuple[str, str]:
 
 
 def _buffers(data: bytes, source: str) -> tuple[str, str]:
-    from coop_plan.api.cli.buffers_csv import Buffers, write_buffers
+    from coop_plan.planner.importers.buffers_csv import Buffers, write_buffers
     from coop_plan.planner.importers.snapshot import read_snapshot
-    from coop_plan.schemas import format_bytes
 
     try:
         found = read_snapshot(data)

@@ -2,28 +2,23 @@
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from coop_plan.api.cli.exit_codes import EXIT_INVALID, fail
-from coop_plan.schemas.errors import InvalidInputError
-
-if TYPE_CHECKING:
-    from coop_plan.schemas import Graph, Plan
+from coop_plan.api.cli.file_kinds import check_kind
+from coop_plan.schemas import Graph, InvalidInputError, Plan, parse_graph, parse_plan
+from coop_plan.schemas._parse import read_bytes, unpacked
 
 D = TypeVar("D")
 
 
-def read_graph(source: str) -> "Graph":
+def read_graph(source: str) -> Graph:
     """The graph in a file."""
-    from coop_plan.schemas import parse_graph
-
     return _parsed(source, parse_graph, "graph")
 
 
-def read_plan(source: str) -> "Plan":
+def read_plan(source: str) -> Plan:
     """The plan in a file."""
-    from coop_plan.schemas import parse_plan
-
     return _parsed(source, parse_plan, "plan")
 
 
@@ -33,13 +28,11 @@ def _parsed(source: str, parse: Callable[[bytes, str], D], kind: str) -> D:
     try:
         return parse(data, name)
     except InvalidInputError:
-        from coop_plan.api.cli.file_kinds import check_kind
-
         check_kind(data, name, kind)
         raise
 
 
-def read_valid_plan(graph: "Graph", source: str) -> "Plan":
+def read_valid_plan(graph: Graph, source: str) -> Plan:
     """The plan in a file; exits if the plan is not valid for the graph."""
     from coop_plan.planner.verifier import find_faults
 
@@ -51,8 +44,6 @@ def read_valid_plan(graph: "Graph", source: str) -> "Plan":
 
 def read_input(source: str) -> tuple[bytes, str]:
     """The unpacked bytes of a file or of stdin, and its name in errors."""
-    from coop_plan.schemas._parse import read_bytes, unpacked
-
     if source != "-":
         return read_bytes(source), source
     if sys.stdin is None:

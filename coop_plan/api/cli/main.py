@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -27,8 +27,10 @@ from coop_plan.api.cli.exit_codes import (
     EXIT_TIME,
     WRITE_ERRNOS,
     ClosedOutput,
+    OutputError,
     fail,
     interruptions,
+    needs_extra,
 )
 from coop_plan.api.cli.explain import explain
 from coop_plan.api.cli.export import export
@@ -36,6 +38,7 @@ from coop_plan.api.cli.fit import fit
 from coop_plan.api.cli.floor import floor
 from coop_plan.api.cli.import_trace import import_
 from coop_plan.api.cli.input import read_graph, read_plan, read_valid_plan
+from coop_plan.api.cli.output import check_writable, print_plan, write_whole
 from coop_plan.api.cli.place import place
 from coop_plan.api.cli.plan_options import option_message, parse_plan_options, plan_options
 from coop_plan.api.cli.progress import show_progress
@@ -44,10 +47,8 @@ from coop_plan.api.cli.show import show
 from coop_plan.api.cli.token import token
 from coop_plan.api.cli.warm import warm
 from coop_plan.api.cli.worker import worker
-
-if TYPE_CHECKING:
-    from coop_plan.planner import PlanOptions
-    from coop_plan.schemas import Graph, Plan
+from coop_plan.planner.options import PlanOptions
+from coop_plan.schemas import Graph, InvalidInputError, Plan, format_bytes, parse_bytes
 
 
 class DefaultGroup(click.Group):
@@ -116,8 +117,6 @@ def plan(
     **values: Any,
 ) -> None:
     """Plan GRAPH within a budget (the default command)."""
-    from coop_plan.api.cli.output import check_writable, figures, print_plan, write_whole
-
     if server and start:
         raise click.UsageError("--from is for plans made here: leave --server out")
     if graph == start == "-":
@@ -139,29 +138,26 @@ def plan(
     if output == "-" or (as_json and output is None):
         click.echo(made.to_json())
     elif as_json:
-        click.echo(json.dumps(figures(made)))
+        figures = {name: value for name, value in made.to_dict().items() if name != "steps"}
+        click.echo(json.dumps(figures))
     else:
         print_plan(
             made, len(document.ops), _unmodelled(document, options), _link(made, document, options)
         )
 
 
-def _make(graph: "Graph", options: "PlanOptions", start: "Plan | None") -> "Plan":
+def _make(graph: Graph, options: PlanOptions, start: Plan | None) -> Plan:
     from coop_plan.planner.planning import plan as make_plan
 
     with show_progress(options.time_limit) as progress, _without_gc():
         return make_plan(graph, options, progress=progress, start=start)
 
 
-def _request(server: str, graph: "Graph", options: "PlanOptions") -> "Plan":
+def _request(server: str, graph: Graph, options: PlanOptions) -> Plan:
     """The plan of a service."""
-    try:
+    with needs_extra("--server", "client"):
         from coop_plan.client.client import Client
         from coop_plan.client.protocol import ServerError
-    except ModuleNotFoundError as error:
-        from coop_plan.schemas.errors import missing_package
-
-        fail(missing_package("--server", error.name, "client"), EXIT_ERROR)
     try:
         with Client(server) as client:
             return client.plan(graph, options)
@@ -169,7 +165,7 @@ def _request(server: str, graph: "Graph", options: "PlanOptions") -> "Plan":
         fail(error, EXIT_ERROR)
 
 
-def _link(made: "Plan", graph: "Graph", options: "PlanOptions") -> str | None:
+def _link(made: Plan, graph: Graph, options: PlanOptions) -> str | None:
     """Reason for which a method that could use the copy engines did not; None otherwise."""
     from coop_plan.planner.core.problem import Problem
     from coop_plan.planner.inspect.link_report import unused_link_reason
@@ -182,7 +178,7 @@ def _link(made: "Plan", graph: "Graph", options: "PlanOptions") -> str | None:
     return unused_link_reason(problem, made)
 
 
-def _unmodelled(graph: "Graph", options: "PlanOptions") -> list[str]:
+def _unmodelled(graph: Graph, options: PlanOptions) -> list[str]:
     """Features of the graph that the exact method does not model, so that it has no bound."""
     if options.method not in ("optimal", "auto"):
         return []
@@ -202,7 +198,6 @@ def verify(graph: str, plan: str, budget: str | None) -> None:
     the plan is for another graph.
     """
     from coop_plan.planner import find_faults
-    from coop_plan.schemas import format_bytes, parse_bytes
 
     if graph == plan == "-":
         raise click.UsageError("only one of GRAPH and PLAN can be -")
@@ -264,8 +259,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(arguments: list[str] | None) -> None:
-    from coop_plan.schemas.errors import InvalidInputError
-
     try:
         cli.main(args=arguments, prog_name="coop-plan", standalone_mode=False)
         sys.stdout.flush()
@@ -282,15 +275,11 @@ def _run(arguments: list[str] | None) -> None:
         sys.exit(EXIT_ERROR)
     except TimeoutError as error:
         fail(error, EXIT_TIME)
-    except Exception as error:
-        from coop_plan.api.cli.output import OutputError
-
-        if isinstance(error, OutputError):
-            fail(error, EXIT_ERROR)
-        if isinstance(error, OSError) and error.errno in WRITE_ERRNOS:
-            with contextlib.suppress(
-                OSError
-            ):  # otherwise Python fails again when it flushes at exit
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            fail(f"stdout cannot be written: {error.strerror}", EXIT_ERROR)
-        raise
+    except OutputError as error:
+        fail(error, EXIT_ERROR)
+    except OSError as error:
+        if error.errno not in WRITE_ERRNOS:
+            raise
+        with contextlib.suppress(OSError):  # otherwise Python fails again when it flushes at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        fail(f"stdout cannot be written: {error.strerror}", EXIT_ERROR)

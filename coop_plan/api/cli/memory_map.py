@@ -6,15 +6,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coop_plan.api.cli.output import OutputError, check_writable, write_whole
+from coop_plan.api.cli.exit_codes import OutputError, needs_extra
+from coop_plan.api.cli.output import check_writable, write_whole
 from coop_plan.planner.inspect.buffers import KINDS
 from coop_plan.planner.inspect.drawing import drawing
-from coop_plan.schemas import format_bytes
+from coop_plan.schemas import Graph, Plan, format_bytes
 from coop_plan.web import page
 
 if TYPE_CHECKING:
-    from coop_plan.api.cli.buffers_csv import Buffers
-    from coop_plan.schemas import Graph, Plan
+    from coop_plan.planner.importers.buffers_csv import Buffers
 
 _COLOURS = ("#5b8fd6", "#b9a227", "#e07b39", "#8a5bb5", "#c25b8e", "#9aa3ad", "#3f9d6b")
 """By kind, as the page has them (web/palette.js)."""
@@ -27,10 +27,10 @@ TICKS = 8
 
 
 def check_drawable(target: str | None) -> None:
-    """Refuse a picture that could not be drawn before the work begins.
+    """Refuse a picture that could not be drawn before the work begins; exits without matplotlib.
 
     Raises:
-        OutputError: an unknown kind, a place that cannot be written, or a package that is missing.
+        OutputError: an unknown kind, or a place that cannot be written.
     """
     if target is None:
         return
@@ -39,20 +39,16 @@ def check_drawable(target: str | None) -> None:
         raise OutputError(f"{target}: a memory map is a .html, .png or .svg file")
     check_writable(target)
     if kind != ".html":
-        try:
+        with needs_extra(f"a {kind}", "plot"):
             import matplotlib  # noqa: F401
-        except ModuleNotFoundError:
-            from coop_plan.schemas.errors import missing_package
-
-            message = missing_package(f"a {kind}", "matplotlib", "plot")
-            raise OutputError(message) from None
 
 
 def draw(
     target: str, buffers: "Buffers", offsets: list[int], peak: int, capacity: int | None
 ) -> None:
     """Write the memory map of a placement; `peak` and `capacity` in bytes."""
-    title = _title(offsets, peak, capacity)
+    within = "" if capacity is None else f" within {capacity:,}"
+    title = f"{len(offsets):,} buffers in {peak:,} bytes{within}"
     if target.lower().endswith(".html"):
         drawn = {
             "title": title,
@@ -66,14 +62,14 @@ def draw(
     write_whole(target, _picture(target, rectangles, colours, peak, capacity, title, "time"))
 
 
-def draw_plans(target: str, graph: "Graph", plans: "dict[str, Plan]") -> None:
+def draw_plans(target: str, graph: Graph, plans: dict[str, Plan]) -> None:
     """Write the page with the memory maps of plans, by title, side by side."""
     drawings = [drawing(graph, plan, title) for title, plan in plans.items()]
     name = graph.name or "a training step"
     write_whole(target, page("show.js", f"Memory of {name}", {"drawings": drawings}))
 
 
-def draw_plan(target: str, graph: "Graph", plan: "Plan") -> None:
+def draw_plan(target: str, graph: Graph, plan: Plan) -> None:
     """Write the memory map of one plan as a picture."""
     made = drawing(graph, plan)
     columns = made["map"]
@@ -90,11 +86,6 @@ def draw_plan(target: str, graph: "Graph", plan: "Plan") -> None:
         set(columns["kind"]),
     )
     write_whole(target, picture)
-
-
-def _title(offsets: list[int], peak: int, capacity: int | None) -> str:
-    within = "" if capacity is None else f" within {capacity:,}"
-    return f"{len(offsets):,} buffers in {peak:,} bytes{within}"
 
 
 def _rectangles(buffers: "Buffers", offsets: list[int]) -> list[tuple[int, int, int, int, int]]:
@@ -153,7 +144,7 @@ def _picture(
     capacity: int | None,
     title: str,
     across: str,
-    kinds: "set[int] | None" = None,
+    kinds: set[int] | None = None,
 ) -> bytes:
     """A .png or .svg of rectangles (begin, end, offset, size)."""
     from matplotlib.collections import PolyCollection

@@ -7,15 +7,12 @@ import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import click
 
+from coop_plan.api.cli.exit_codes import OutputError
 from coop_plan.schemas import Plan, format_bytes
-
-
-class OutputError(Exception):
-    """The output file cannot be written."""
 
 
 def check_writable(target: str | None) -> None:
@@ -33,12 +30,15 @@ def write_whole(target: str, content: str | bytes) -> None:
     """Write a file atomically: an interruption leaves the old file or none.
 
     A link is followed, and an existing file keeps its mode. A pipe, a terminal or /dev/null is
-    written to as it is, and /dev/fd/N after what was written to it before.
+    written to as it is, and /dev/fd/N after what was written to it before; - is stdout.
 
     Raises:
         OutputError: the file cannot be written.
     """
     data = content.encode() if isinstance(content, str) else content
+    if target == "-":
+        click.echo(data, nl=False)
+        return
     if _streams(target):
         with _os_errors(target), _open_stream(target) as stream:
             stream.write(data)
@@ -117,11 +117,6 @@ def _temporary(path: Path) -> Iterator[Path]:
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def figures(plan: Plan) -> dict[str, Any]:
-    """A plan without its steps."""
-    return {name: value for name, value in plan.to_dict().items() if name != "steps"}
 
 
 def print_plan(

@@ -1,12 +1,13 @@
-"""`coop-plan place`: offsets of the buffers in a CSV file (`api.cli.buffers_csv`)."""
+"""`coop-plan place`: offsets of the buffers in a CSV file (`planner.importers.buffers_csv`)."""
 
 import click
 
-from coop_plan.api.cli.buffers_csv import ALIGNMENT_LIMIT, read_buffers, write_buffers
 from coop_plan.api.cli.exit_codes import EXIT_INFEASIBLE, EXIT_TIME, fail
+from coop_plan.api.cli.file_kinds import check_kind
 from coop_plan.api.cli.input import read_input
-from coop_plan.api.cli.types import Seconds
-from coop_plan.schemas.errors import InvalidInputError
+from coop_plan.api.cli.output import check_writable, write_whole
+from coop_plan.planner.importers.buffers_csv import ALIGNMENT_LIMIT, read_buffers, write_buffers
+from coop_plan.schemas import InvalidInputError, format_bytes, parse_bytes
 
 
 @click.command(short_help="Place the buffers of a CSV file in one arena.")
@@ -18,7 +19,7 @@ from coop_plan.schemas.errors import InvalidInputError
 )
 @click.option(
     "--time-limit",
-    type=Seconds(),
+    type=float,
     default=10.0,
     show_default=True,
     metavar="S",
@@ -60,22 +61,22 @@ def place(
     too small, 4 if no placement within it was found.
     """
     from coop_plan.api.cli.memory_map import check_drawable, draw
-    from coop_plan.api.cli.output import check_writable, write_whole
     from coop_plan.planner.placement import FixedOverlapError
     from coop_plan.planner.placement import place as find_offsets
     from coop_plan.planner.verifier import placement_fault
-    from coop_plan.schemas import format_bytes, parse_bytes
 
+    if not 0 <= time_limit <= 1e9:
+        raise click.UsageError("--time-limit: give seconds from 0 to 1e9")
     check_writable(output)
     check_drawable(plot)
     limit = None if capacity is None else parse_bytes(capacity)
     data, source = read_input(buffers)
     try:
-        given = read_buffers(_text(data, source), source, alignment)
-    except InvalidInputError:
-        from coop_plan.api.cli.file_kinds import check_kind
-
+        given = read_buffers(data.decode("utf-8-sig"), source, alignment)
+    except (UnicodeDecodeError, InvalidInputError) as error:
         check_kind(data, source, "CSV file of buffers")
+        if isinstance(error, UnicodeDecodeError):
+            raise InvalidInputError("not UTF-8 text", source=source) from None
         raise
     lifetimes = given.lower, given.upper, given.size
     hinted = [i for i, hint in enumerate(given.hint) if hint >= 0]
@@ -108,10 +109,9 @@ def place(
     text = write_buffers(given, offsets)
     if plot is not None:
         draw(plot, given, offsets, made.peak, limit)
-    if output is not None and output != "-":
+    if output is not None:
         write_whole(output, text)
     if output == "-":
-        click.echo(text, nl=False)
         return
     loss = made.peak / made.lower_bound - 1 if made.lower_bound else 0.0
     click.echo(f"buffers      {len(offsets)}")
@@ -119,10 +119,3 @@ def place(
     click.echo(f"lower bound  {made.lower_bound} bytes  (the peak is {loss:.2%} above)")
     click.echo(f"optimal      {'yes, proved' if made.optimal else 'not proved'}")
     click.echo(f"time         {made.seconds:.2f} s")
-
-
-def _text(data: bytes, source: str) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise InvalidInputError("not UTF-8 text", source=source) from None

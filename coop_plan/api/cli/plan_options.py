@@ -1,4 +1,4 @@
-"""Click options of the commands that plan, generated from the fields of `PlanOptions`."""
+"""Click options of the commands that plan, from the fields of `PlanOptions`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin

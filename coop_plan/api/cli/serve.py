@@ -6,25 +6,26 @@ from typing import Any
 
 import click
 
-from coop_plan.api.cli.exit_codes import EXIT_ERROR, EXIT_INVALID, fail
+from coop_plan.api.cli.exit_codes import EXIT_ERROR, EXIT_INVALID, fail, needs_extra
 from coop_plan.api.cli.server_options import (
+    OPTIONS,
     check_broker,
     open_store_and_secret,
-    parse_limits,
-    server_options,
+    settings_options,
 )
 
 SHUTDOWN_SECONDS = 5
 
 
 @click.command(short_help="Serve POST /plan with a plan cache.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8000,
-    show_default=True,
-    help="Port to listen on; 0 takes a free one.",
+@settings_options(
+    {
+        "host": ("ADDRESS", "Address to listen on.  [default: 127.0.0.1]"),
+        "port": ("N", "Port to listen on; 0 takes a free one.  [default: 8000]"),
+        "tokens": ("FILE", "Require an API token of this file; `coop-plan token` creates it."),
+        "queue": ("N", "Limit on jobs that wait for a solver.  [default: 64]"),
+    }
+    | OPTIONS
 )
 @click.option(
     "--allow-host",
@@ -33,90 +34,48 @@ SHUTDOWN_SECONDS = 5
     help="Also serve requests with this Host header; * allows any. May be repeated.",
 )
 @click.option(
-    "--tokens",
-    metavar="FILE",
-    help="Require an API token of this file; `coop-plan token` creates it.",
-)
-@server_options
-@click.option(
-    "--queue",
-    type=click.IntRange(0),
-    default=64,
-    show_default=True,
-    help="Limit on jobs that wait for a solver.",
-)
-@click.option(
-    "--broker",
-    metavar="URL",
-    envvar="COOP_PLAN_BROKER",
-    show_envvar=True,
-    help="redis:// URL of a cluster's job queue: let its workers make the plans.",
-)
-@click.option(
     "--improve/--no-improve",
-    default=True,
-    show_default=True,
-    help="Search better plans for stored ones while the solvers are idle.",
+    default=None,
+    help="Search better plans for stored ones while the solvers are idle.  [default: improve]",
 )
-def serve(
-    host: str,
-    port: int,
-    allow_host: tuple[str, ...],
-    tokens: str | None,
-    queue: int,
-    broker: str | None,
-    improve: bool,
-    **options: Any,
-) -> None:
+def serve(**flags: Any) -> None:
     """Serve POST /plan with a plan cache.
 
     Plans are made in processes of this server, or with --broker by `coop-plan worker`. Without
     --tokens every client on this machine is served; another --host than loopback needs --tokens.
+    Each option is also an environment variable, --max-body COOP_PLAN_MAX_BODY, and a field of
+    --config, max_body. A flag comes first, then the variable.
     """
     from coop_plan.planner.plan_cache.store import without_password
 
-    limits = parse_limits(options)
-    try:
+    with needs_extra("serve", "server"):
         import uvicorn
 
         from coop_plan.api.service import logging
         from coop_plan.api.service.app import create_app
         from coop_plan.api.service.connection import HeadTimeoutProtocol
         from coop_plan.api.service.host_check import LOOPBACK, is_loopback
-        from coop_plan.api.service.plan_service import ServiceSettings
+        from coop_plan.api.service.settings import settings_of
         from coop_plan.api.service.tokens import TokenFile
-    except ModuleNotFoundError as error:
-        from coop_plan.schemas.errors import missing_package
-
-        fail(missing_package("serve", error.name, "server"), EXIT_ERROR)
-    if tokens is None and not is_loopback(host):
+    given = settings_of(flags)
+    host, allowed = given.host, given.allow_host
+    if given.tokens is None and not is_loopback(host):
         raise click.UsageError(
             f"--host {host} is reachable from other machines: give --tokens FILE"
         )
-    holders = None if tokens is None else TokenFile(tokens)
-    address, secret = open_store_and_secret(options["store"], options["store_key"])
-    if broker is not None:
-        check_broker(broker, address)
-        if not queue:
-            fail(
-                "--queue 0 refuses every job of a --broker: allow at least one to wait",
-                EXIT_INVALID,
-            )
-    hosts = (*LOOPBACK, *allow_host) if is_loopback(host) else (allow_host or ("*",))
-    settings = ServiceSettings(
-        store=address,
-        secret=secret,
-        broker=broker or "",
-        queue=queue,
-        hosts=hosts,
-        tokens=holders,
-        improve=improve,
-        **limits,
-    )
+    holders = None if given.tokens is None else TokenFile(given.tokens)
+    address, secret = open_store_and_secret(given.store, given.store_key)
+    if given.broker is not None:
+        check_broker(given.broker, address)
+        if not given.queue:
+            message = "--queue 0 refuses every job of a --broker: allow at least one to wait"
+            fail(message, EXIT_INVALID)
+    hosts = (*LOOPBACK, *allowed) if is_loopback(host) else (allowed or ("*",))
+    settings = given.service(address, secret, hosts=hosts, tokens=holders)
     config = uvicorn.Config(
         create_app(settings),
         http=HeadTimeoutProtocol,
-        log_config=logging.configure(),
+        log_config=logging.CONFIG,
         server_header=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         timeout_keep_alive=30,
@@ -125,7 +84,7 @@ def serve(
     server = uvicorn.Server(config)
     gc.collect()  # freeze what is loaded: collections during requests do not visit it
     gc.freeze()
-    with _listen(host, port) as listening:
+    with _listen(host, given.port) as listening:
         bound = listening.getsockname()
         click.echo(
             f"coop-plan: http://{bound[0]}:{bound[1]}, plans in {without_password(address)}",

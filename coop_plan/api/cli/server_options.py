@@ -10,84 +10,43 @@ from typing import Any, TypeVar
 
 import click
 
-from coop_plan.api.cli.exit_codes import EXIT_ERROR, fail
-from coop_plan.api.cli.types import Seconds
+from coop_plan.api.cli.exit_codes import EXIT_ERROR, fail, needs_extra
 
 MIN_SECRET = 16
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def server_options(command: F) -> F:
-    """Decorator that adds the options of a process that makes and stores plans."""
-    options = (
-        click.option(
-            "--store",
-            metavar="ADDRESS",
-            envvar="COOP_PLAN_STORE",
-            show_envvar=True,
-            help="Plan cache: a SQLite file, or a redis:// URL.",
-        ),
-        click.option(
-            "--store-size",
-            default="1GiB",
-            show_default=True,
-            help="Limit on the size of a SQLite plan cache; graphs may take as much.",
-        ),
-        click.option(
-            "--store-key",
-            metavar="FILE",
-            help="File of the secret that signs stored plans.  [default: PATH.key]",
-        ),
-        click.option(
-            "--max-body", default="64MiB", show_default=True, help="Limit on a request body."
-        ),
-        click.option(
-            "--max-ops",
-            type=click.IntRange(1),
-            default=100_000,
-            show_default=True,
-            help="Limit on the ops of a graph.",
-        ),
-        click.option(
-            "--max-time-limit",
-            type=Seconds(1, 1e6),
-            default=600.0,
-            show_default=True,
-            metavar="S",
-            help="Limit on the time limit of a request, in seconds.",
-        ),
-        click.option(
-            "--solvers",
-            type=click.IntRange(1),
-            default=os.cpu_count() or 1,
-            show_default="cores",
-            help="Plans made at once, each in a process.",
-        ),
-        click.option(
-            "--solver-memory",
-            default="8GiB",
-            show_default=True,
-            help="Limit on the memory of each of these processes.",
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+OPTIONS = {
+    "config": ("FILE", 'TOML file with values of options, such as max_body = "64MiB".'),
+    "store": ("ADDRESS", "Plan cache: a SQLite file, or a redis:// URL."),
+    "store-size": (
+        "SIZE",
+        "Limit on the size of a SQLite plan cache; graphs may take as much.  [default: 1GiB]",
+    ),
+    "store-key": ("FILE", "File of the secret that signs stored plans.  [default: PATH.key]"),
+    "max-body": ("SIZE", "Limit on a request body.  [default: 64MiB]"),
+    "max-ops": ("N", "Limit on the ops of a graph.  [default: 100000]"),
+    "max-time-limit": ("S", "Limit on the time limit of a request, in seconds.  [default: 600]"),
+    "solvers": ("N", "Plans made at once, each in a process.  [default: cores]"),
+    "solver-memory": ("SIZE", "Limit on the memory of each of these processes.  [default: 8GiB]"),
+    "broker": (
+        "URL",
+        "redis:// URL of a cluster's job queue: its workers make the plans of its servers.",
+    ),
+}
+"""Options of a server and of a worker, each with its metavar; `Settings` has types and defaults."""
 
 
-def parse_limits(options: dict[str, Any]) -> dict[str, Any]:
-    """Limits and sizes by the names of `ServiceSettings`, from the values of `server_options`."""
-    from coop_plan.api.jobs.request_handler import Limits
-    from coop_plan.schemas import parse_bytes
+def settings_options(options: dict[str, tuple[str, str]]) -> Callable[[F], F]:
+    """Decorator that adds options whose values `settings_of` parses."""
 
-    body, ops, seconds = (options[f"max_{name}"] for name in ("body", "ops", "time_limit"))
-    return {
-        "limits": Limits(parse_bytes(body), ops, seconds),
-        "solvers": options["solvers"],
-        "solver_memory": parse_bytes(options["solver_memory"]),
-        "store_bytes": parse_bytes(options["store_size"]),
-    }
+    def decorate(command: F) -> F:
+        for name, (metavar, text) in reversed(options.items()):
+            command = click.option(f"--{name}", metavar=metavar, help=text)(command)
+        return command
+
+    return decorate
 
 
 def open_store_and_secret(store: str | None, store_key: str | None) -> tuple[str, bytes]:
@@ -103,10 +62,8 @@ def open_store_and_secret(store: str | None, store_key: str | None) -> tuple[str
     address = store or str(cache_dir() / "plans.sqlite3")
     if in_redis(address):
         if store_key is None:
-            fail(
-                "a store in Redis needs --store-key: the same file on all servers and workers",
-                EXIT_ERROR,
-            )
+            message = "a store in Redis needs --store-key: the same file on all servers and workers"
+            fail(message, EXIT_ERROR)
         key = Path(store_key)
     else:
         address = str(Path(address).absolute())
@@ -130,16 +87,10 @@ def check_broker(broker: str, store: str) -> None:
         place = without_password(broker)
         fail(f"--broker {place}: a broker is at redis://HOST:PORT/N", EXIT_ERROR)
     if broker == store:
-        fail(
-            "--broker and --store are the same Redis: the store may evict keys, a broker must not",
-            1,
-        )
-    try:
-        import coop_plan.api.cluster.celery_queue  # noqa: F401 - fails if Celery is missing
-    except ModuleNotFoundError as error:
-        from coop_plan.schemas.errors import missing_package
-
-        fail(missing_package("--broker", error.name, "cluster"), EXIT_ERROR)
+        same = "--broker and --store are the same Redis"
+        fail(f"{same}: the store may evict keys, a broker must not", EXIT_ERROR)
+    with needs_extra("--broker", "cluster"):
+        import coop_plan.api.cluster.celery_queue  # noqa: F401
 
 
 def read_secret(path: Path) -> bytes:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from coop_plan.api.cli.exit_codes import OutputError
 from coop_plan.api.cli.input import read_graph, read_valid_plan
 
 
@@ -31,7 +32,6 @@ def show(graph: str, plans: tuple[str, ...], output: str, kind: str | None) -> N
     and source line, and shows up to two plans side by side. png and svg show one plan.
     """
     from coop_plan.api.cli.memory_map import check_drawable, draw_plan, draw_plans
-    from coop_plan.api.cli.output import OutputError
 
     if kind is not None and Path(output).suffix != f".{kind}":
         output = str(Path(output).with_suffix(f".{kind}"))

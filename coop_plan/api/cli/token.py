@@ -1,12 +1,11 @@
 """`coop-plan token`: a new API token for a client of a service."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import click
 
-if TYPE_CHECKING:
-    from coop_plan.api.service.tokens import Scope
+from coop_plan.api.service.tokens import Scope, add
 
 
 @click.command(short_help="Create an API token for a service.")
@@ -26,6 +25,4 @@ def token(name: str, tokens: str, scopes: tuple[str, ...]) -> None:
 
     Limits of a token may be added to FILE by hand. A server reads FILE again when it changes.
     """
-    from coop_plan.api.service.tokens import add
-
     click.echo(add(Path(tokens), name, cast("list[Scope]", list(scopes))))

@@ -3,7 +3,6 @@
 from typing import Any
 
 from celery import Celery
-from kombu.exceptions import OperationalError
 
 from coop_plan.api.jobs.process_pool import GRACE_SECONDS
 
@@ -63,8 +62,8 @@ class CeleryQueue:
         policy: dict[str, Any] = {"max_retries": 1, "interval_start": 0.1}
         try:
             self._app.send_task(SOLVE, args=[job_id], retry=True, retry_policy=policy)
-        except OperationalError as error:
-            raise OSError(str(error)) from error
+        except Exception as error:  # of many types, for example from another thread's failure
+            raise OSError(f"{type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """Close the connections."""

@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -14,10 +14,9 @@ import redis
 
 from coop_plan.api.cluster.celery_queue import CeleryQueue
 from coop_plan.api.cluster.redis_job_store import JobStore, JobView
-from coop_plan.api.jobs.jobs import Job
-from coop_plan.api.jobs.request_handler import Reply
+from coop_plan.api.jobs.jobs import Job, JobExecutor
+from coop_plan.api.jobs.request_handler import ProblemError, Reply
 from coop_plan.api.jobs.worker_process import JobRequest
-from coop_plan.api.service.problems import ProblemError
 
 T = TypeVar("T")
 
@@ -43,7 +42,7 @@ AWAY = Reply(
 log = logging.getLogger("coop_plan.cluster")
 
 
-class ClusterExecutor:
+class ClusterExecutor(JobExecutor):
     """Runs jobs on the workers of a cluster; identical requests to any server are one job.
 
     A server submits its job again if the broker lost it. For one event loop; calls of Redis are
@@ -64,9 +63,6 @@ class ClusterExecutor:
             target=self._listen, args=[asyncio.get_running_loop()], daemon=True, name="job-changes"
         )
         self._listener.start()
-
-    def admit(self, caller: str, unfinished: Collection[Job]) -> None:
-        """Do nothing: the job store refuses a job if the queue is full."""
 
     async def run(self, job: Job, request: JobRequest, body: bytes) -> None:
         """Run the job on a worker, and update it until it is finished."""
@@ -91,6 +87,8 @@ class ClusterExecutor:
             job.finish("failed", FULL)
         elif result == "new":
             await self._send(job)
+            if job.detached:  # the broker lost it
+                await self._with_retries(job, lambda: self._store.detach(job.id))
 
     async def _send(self, job: Job) -> None:
         await self._with_retries(job, lambda: self._queue.send(job.id))
@@ -205,7 +203,7 @@ class ClusterExecutor:
 
     async def check(self) -> None:
         """Raise `ProblemError` if the broker does not answer."""
-        await self._once(self._store.ping)
+        await self._once(self._store.redis.ping)
 
     def _server_of(self, job: Job) -> str:
         # Unsubscribing a cancelled job must not unsubscribe a new one of the same id.

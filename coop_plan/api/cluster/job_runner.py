@@ -1,5 +1,6 @@
 """Job runner of a worker: leases a job, runs it in a process and reports its progress."""
 
+import collections
 import concurrent.futures
 import contextlib
 import logging
@@ -13,13 +14,8 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from coop_plan.api.cluster.redis_job_store import JobStore, Lease
 from coop_plan.api.jobs.local_executor import LATE
-from coop_plan.api.jobs.process_pool import (
-    GRACE_SECONDS,
-    ProcessPool,
-    WorkerLostError,
-    WorkerProcess,
-)
-from coop_plan.api.jobs.request_handler import Figures, Reply
+from coop_plan.api.jobs.process_pool import ProcessPool, Solve, WorkerLostError
+from coop_plan.api.jobs.request_handler import Reply
 
 T = TypeVar("T")
 
@@ -55,21 +51,22 @@ class JobRunner:
         lease = _with_retries(lambda: self._store.lease(job_id))
         if lease is None:
             return
-        solve = _LeasedJob(self._pool, lease)
+        last = collections.deque([Reply()], maxlen=1)  # the progress to report
+        solve = Solve(self._pool, lease.request, lease.body, last.append)
         future = self._thread.submit(solve.run)
         try:
             while not concurrent.futures.wait([future], RENEW_SECONDS).done:
                 if self._stopping():
-                    solve.kill(future)
+                    solve.kill()
                     self._release(lease, counts=False)
                     return
                 with contextlib.suppress(redis.RedisError):  # the lease outlasts a restart
-                    if not self._store.renew(lease, solve.message, solve.figures):
-                        solve.kill(future)
+                    if not self._store.renew(lease, last[0].detail, last[0].figures):
+                        solve.kill()
                         return
             reply, record = future.result()
         except SoftTimeLimitExceeded:
-            solve.kill(future)
+            solve.kill()
             reply, record = LATE, b""
         except WorkerLostError as lost:
             if not lost.late:
@@ -88,41 +85,6 @@ class JobRunner:
     def close(self) -> None:
         """Kill the process."""
         self._pool.close()
-
-
-class _LeasedJob:
-    """A leased job in a process."""
-
-    def __init__(self, pool: ProcessPool, lease: Lease) -> None:
-        self._pool, self._lease = pool, lease
-        self._worker: WorkerProcess | None = None
-        self._killed = False
-        self.message, self.figures = "", Figures()
-
-    def run(self) -> tuple[Reply, bytes]:
-        request = self._lease.request
-        return self._pool.call(
-            request.task,
-            self._lease.body,
-            seconds=request.seconds + GRACE_SECONDS,
-            on_progress=self._on_progress,
-            on_start=self._on_start,
-        )
-
-    def _on_progress(self, reply: Reply) -> None:
-        self.message, self.figures = reply.detail, reply.figures
-
-    def _on_start(self, worker: WorkerProcess) -> None:
-        self._worker = worker
-        if self._killed:
-            worker.kill()
-
-    def kill(self, future: "concurrent.futures.Future[tuple[Reply, bytes]]") -> None:
-        """Kill the process and wait for the end of the call."""
-        self._killed = True
-        if self._worker is not None:
-            self._worker.kill()
-        concurrent.futures.wait([future])
 
 
 def _with_retries(call: Callable[[], T]) -> T:

@@ -67,17 +67,14 @@ class JobView(msgspec.Struct, frozen=True):
 class JobStore:
     """The jobs at a Redis address. Answers are signed with `secret`.
 
-    Every method raises `redis.RedisError` if Redis does not answer, and may be repeated then.
+    A job that others have changed in Redis is deleted; its servers submit it again. Every method
+    raises `redis.RedisError` if Redis does not answer, and may be repeated then.
     """
 
     def __init__(self, address: str, secret: bytes, prefix: str = PREFIX) -> None:
         self.redis = connect(address)
         self._secret, self._prefix = secret, prefix
         self._scripts: dict[str, Any] = {}
-
-    def ping(self) -> None:
-        """Raise `redis.RedisError` if Redis does not answer."""
-        self.redis.ping()
 
     def submit(
         self,
@@ -102,14 +99,13 @@ class JobStore:
     def view(self, job_id: str, server: str = "") -> JobView | None:
         """State of a job; renews the subscription of `server`, if that is given.
 
-        A job whose lease has ended is queued again, with `resend` in its view. A job that others
-        have changed in Redis is deleted, and none.
+        A job whose lease has ended is queued again, with `resend` in its view.
         """
         parts = self._run(lua_scripts.VIEW, job_id, server)
         try:
             return self._view(job_id, parts) if parts[1] else None
         except (ValueError, msgspec.MsgspecError, InvalidInputError):
-            self.redis.delete(f"{self._prefix}job:{job_id}")
+            self._run(lua_scripts.FORGET, job_id)
             return None
 
     def _view(self, job_id: str, parts: list[Any]) -> JobView:
@@ -161,10 +157,13 @@ class JobStore:
         leased = self._run(lua_scripts.LEASE, job_id)
         if not leased:
             return None
-        leased_id, token, request, body = leased
-        return Lease(
-            leased_id.decode(), int(token), msgspec.json.decode(request, type=JobRequest), body
-        )
+        leased_id, token, text, body = leased
+        try:
+            request = msgspec.json.decode(text, type=JobRequest)
+        except (ValueError, msgspec.MsgspecError):
+            self._run(lua_scripts.FORGET, leased_id.decode())
+            return None
+        return Lease(leased_id.decode(), int(token), request, body)
 
     def renew(self, lease: Lease, message: str, figures: Figures) -> bool:
         """Renew a lease and report progress; False if the job is finished or leased by another."""
@@ -172,13 +171,18 @@ class JobStore:
         return bool(self._run(lua_scripts.RENEW, lease.job_id, lease.token, *arguments))
 
     def finish(self, lease: Lease, problem: Reply | None, record: bytes = b"") -> bool:
-        """Finish a job with its answer; False, without a change, if the lease was lost."""
-        text = b""
+        """Finish a job with its answer; False, without a change, if the lease was lost.
+
+        A job whose graph the store has lost keeps its place in the queue: its clients send the
+        graph again.
+        """
+        text, returns = b"", problem is not None and problem.problem == "unknown-graph"
         if problem is not None:
             data = msgspec.json.encode(problem)
             text = sign_bytes(data, f"{lease.job_id} problem", self._secret)
         answer = sign_bytes(record, lease.job_id, self._secret) if record else b""
-        return bool(self._run(lua_scripts.FINISH, lease.job_id, lease.token, text, answer))
+        arguments = lease.token, text, answer, int(returns)
+        return bool(self._run(lua_scripts.FINISH, lease.job_id, *arguments))
 
     def release(self, lease: Lease, *, counts: bool) -> bool:
         """Queue a job again; the caller must send its id. False if the lease was lost.
@@ -210,7 +214,7 @@ class JobStore:
     def _run(self, script: str, job_id: str, *arguments: Any) -> Any:
         if script not in self._scripts:
             self._scripts[script] = self.redis.register_script(HEAD + lua_scripts.COMMON + script)
-        return self._scripts[script](args=[self._prefix, job_id, *arguments])
+        return self._scripts[script](args=(self._prefix, job_id, *arguments))
 
 
 HEAD = "".join(

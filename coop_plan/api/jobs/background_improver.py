@@ -4,8 +4,7 @@ import asyncio
 from collections import OrderedDict
 
 from coop_plan.api.jobs.jobs import JobExecutor, Jobs
-from coop_plan.api.jobs.request_handler import Reply
-from coop_plan.api.service.problems import ProblemError
+from coop_plan.api.jobs.request_handler import ProblemError, Reply
 
 SEARCH_SECONDS = 60.0
 """Time limit of the search for a better plan than a stored one."""

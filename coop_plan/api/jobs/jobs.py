@@ -1,24 +1,26 @@
 """Jobs: one solve for all identical requests, which clients can watch and cancel."""
 
+import abc
 import asyncio
 import hashlib
 import hmac
+import logging
 import sys
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 from fastapi.sse import ServerSentEvent
 from pydantic import BaseModel, Field
 
-from coop_plan.api.jobs.request_handler import Figures, Reply, State
+from coop_plan.api.jobs.request_handler import Figures, ProblemError, Reply, State
 from coop_plan.api.jobs.worker_process import JobRequest, WorkerRequest
-from coop_plan.api.service.problems import ProblemError
 from coop_plan.api.service.request_body import Memory
 from coop_plan.planner.plan_cache.store import planner_version
+
+log = logging.getLogger("coop_plan.jobs")
 
 FINISHED_JOBS = 1000
 """Finished jobs that are kept, so that clients can still read them."""
@@ -119,33 +121,42 @@ class Job:
             self.notify()
 
 
-class JobExecutor(Protocol):
-    """Runs jobs: in processes of this server, or on the workers of a cluster."""
+class JobExecutor(abc.ABC):
+    """Runs jobs: in processes of this server, or on the workers of a cluster.
 
-    def admit(self, caller: str, unfinished: Collection[Job]) -> None:
+    Methods that are not abstract are optional.
+    """
+
+    def admit(self, caller: str, unfinished: Collection[Job]) -> None:  # noqa: B027
         """Raise `ProblemError` if the queue is full for a caller; `unfinished` are all jobs."""
 
+    @abc.abstractmethod
     async def run(self, job: Job, request: JobRequest, body: bytes) -> None:
         """Run the job, and update it until it is finished."""
 
-    async def detach(self, job: Job) -> None:
-        """Keep the job running without waiting clients."""
+    async def detach(self, job: Job) -> None:  # noqa: B027
+        """Keep the job running on other servers, too; this one does not cancel a detached job."""
 
+    @abc.abstractmethod
     def cancel_if_unwatched(self, job: Job) -> None:
         """Cancel the job after the last client of this server left, if no other server has one."""
 
     async def cancel(self, job: Job) -> None:
-        """Cancel the job for all its clients."""
+        """Cancel the job for all its clients, on any server."""
+        self.cancel_if_unwatched(job)
 
     async def find(self, job_id: str) -> Job | None:
         """A job that another server started, updated from now on."""
+        return None
 
+    @abc.abstractmethod
     async def queued(self) -> int:
         """Number of jobs that no process runs yet; raises `ProblemError`."""
 
-    async def check(self) -> None:
+    async def check(self) -> None:  # noqa: B027
         """Raise `ProblemError` if no job can run."""
 
+    @abc.abstractmethod
     async def close(self) -> None:
         """Stop running jobs."""
 
@@ -257,8 +268,8 @@ class Jobs:
         self._memory.free(size)
         if self._running.get(job.id) is job:
             del self._running[job.id]
-        if job.task is not None and not job.task.cancelled():
-            job.task.exception()  # retrieved, so that asyncio does not log it; the state tells
+        if job.task is not None and not job.task.cancelled() and (error := job.task.exception()):
+            log.error("job %s could not be run", job.id, exc_info=error)
         job.finish("failed", Reply(problem="internal-error", detail="the solve could not be run"))
         if self._on_finish is not None:
             self._on_finish(job)
@@ -272,13 +283,9 @@ class Jobs:
     def _keep(self, job: Job) -> None:
         self._all[job.id] = job
         self._all.move_to_end(job.id)
-        while len(self._all) > FINISHED_JOBS + len(self._running):
-            for oldest in list(self._all.values()):
-                if oldest.finished:
-                    del self._all[oldest.id]
-                    break
-            else:
-                break
+        finished = [old.id for old in self._all.values() if old.finished]
+        for old_id in finished[:-FINISHED_JOBS]:
+            del self._all[old_id]
 
     async def events(self, job: Job, last: int) -> AsyncIterator[ServerSentEvent]:
         """Server-sent events: the job's document at each change after event `last`."""

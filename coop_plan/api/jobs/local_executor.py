@@ -1,21 +1,14 @@
 """Job executor that solves in processes of this server."""
 
 import asyncio
-import functools
 from collections import Counter, deque
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
-from coop_plan.api.jobs.jobs import Job
-from coop_plan.api.jobs.process_pool import (
-    GRACE_SECONDS,
-    ProcessPool,
-    WorkerLostError,
-    WorkerProcess,
-)
-from coop_plan.api.jobs.request_handler import Reply
+from coop_plan.api.jobs.jobs import Job, JobExecutor
+from coop_plan.api.jobs.process_pool import ProcessPool, Solve, WorkerLostError
+from coop_plan.api.jobs.request_handler import ProblemError, Reply
 from coop_plan.api.jobs.worker_process import JobRequest
-from coop_plan.api.service.problems import ProblemError
 
 CANCELLED = Reply(problem="cancelled", detail="the solve was cancelled")
 LATE = Reply(problem="time-limit", detail="no plan within the time limit")
@@ -79,14 +72,14 @@ class FairSlots:
             del self._waiting[caller]
 
 
-class LocalExecutor:
+class LocalExecutor(JobExecutor):
     """Runs `solvers` jobs at once, each in a process of `pool`; `queue` more may wait."""
 
     def __init__(self, pool: ProcessPool, *, solvers: int, queue: int) -> None:
         self._pool, self._max_jobs = pool, solvers + queue
         self._threads = ThreadPoolExecutor(solvers, thread_name_prefix="solver")
         self._slots = FairSlots(solvers)
-        self._workers: dict[Job, WorkerProcess] = {}
+        self._solves: dict[Job, Solve] = {}
 
     def admit(self, caller: str, unfinished: Collection[Job]) -> None:
         """Raise `ProblemError` if the queue is full, or the caller's half of what others leave."""
@@ -106,62 +99,35 @@ class LocalExecutor:
         def on_progress(reply: Reply) -> None:  # in a thread
             loop.call_soon_threadsafe(update, reply)
 
-        def on_start(worker: WorkerProcess) -> None:
-            self._workers[job] = worker
-            if job.finished:
-                worker.kill()
-
         await self._slots.acquire(job.caller)
         try:
             if job.finished:
                 return
             job.state = "running"
             job.notify()
-            call = functools.partial(
-                self._pool.call,
-                request.task,
-                body,
-                seconds=request.seconds + GRACE_SECONDS,
-                on_progress=on_progress,
-                on_start=on_start,
-            )
+            solve = self._solves[job] = Solve(self._pool, request, body, on_progress)
             try:
-                reply, job.record = await loop.run_in_executor(self._threads, call)
+                reply, job.record = await loop.run_in_executor(self._threads, solve.run)
             except WorkerLostError as lost:
                 reply = LATE if lost.late else LOST
             finally:
-                self._workers.pop(job, None)
+                del self._solves[job]
             job.unkept = reply.unkept
         finally:
             self._slots.release(job.caller)
         job.finish("failed" if reply.problem else "done", reply if reply.problem else None)
 
-    async def detach(self, job: Job) -> None:
-        """Do nothing: `Jobs` does not cancel a detached job."""
-
     def cancel_if_unwatched(self, job: Job) -> None:
         """Cancel the job: no other server has clients of it. Its process is killed."""
         job.finish("cancelled", CANCELLED)
-        worker = self._workers.get(job)
-        if worker is not None:
-            worker.kill()
+        if job in self._solves:
+            self._solves[job].kill()
         elif job.task is not None:
             job.task.cancel()
-
-    async def cancel(self, job: Job) -> None:
-        """Cancel the job for all its clients; its process is killed."""
-        self.cancel_if_unwatched(job)
-
-    async def find(self, job_id: str) -> Job | None:
-        """None: there are no other servers."""
-        return None
 
     async def queued(self) -> int:
         """Number of jobs that wait for a process."""
         return self._slots.queued
-
-    async def check(self) -> None:
-        """Do nothing: processes are started on demand."""
 
     async def close(self) -> None:
         """Kill all processes; their jobs fail."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from coop_plan.api.jobs.request_handler import Reply
-from coop_plan.api.jobs.worker_process import WorkerRequest, WorkerSettings
+from coop_plan.api.jobs.worker_process import JobRequest, WorkerRequest, WorkerSettings
 
 START_SECONDS = 120.0
 """Limit on the start of a worker, in which kernels may be compiled."""
@@ -44,15 +44,10 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         root = str(Path(__file__).parents[3])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        module = "coop_plan.api.jobs.worker_process"
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "coop_plan.api.jobs.worker_process",
-                    str(theirs.fileno()),
-                ],
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -106,6 +101,11 @@ class WorkerProcess:
             self.kill()
             raise WorkerLostError(late=late) from None
 
+    @property
+    def ended(self) -> bool:
+        """True once the process was killed."""
+        return self._process.returncode is not None
+
     def kill(self) -> None:
         """Kill the process and wait for its end."""
         self._process.kill()
@@ -146,25 +146,21 @@ class ProcessPool:
         try:
             if self._closed:
                 raise WorkerLostError(late=False)
-            if worker is None:
-                worker = WorkerProcess(self._settings)
+            worker = worker or WorkerProcess(self._settings)
             with self._lock:
                 self._busy.add(worker)
             if on_start is not None:
                 on_start(worker)
             return worker.call(task, body, record, seconds, on_progress)
-        except WorkerLostError:
+        except BaseException:  # half a message may be on its way
             if worker is not None:
                 worker.kill()
-                with self._lock:
-                    self._busy.discard(worker)
-            worker = None
             raise
         finally:
             if worker is not None:
                 with self._lock:
                     self._busy.discard(worker)
-            self._free.put(worker)
+            self._free.put(None if worker is None or worker.ended else worker)
 
     def close(self) -> None:
         """Kill all workers."""
@@ -173,10 +169,41 @@ class ProcessPool:
             busy = list(self._busy)
         for worker in busy:
             worker.kill()
-        idle = []
-        while not self._free.empty():
-            idle.append(self._free.get())
-        for free in idle:
+        for _ in range(self._free.qsize()):
+            free = self._free.get()
             if free is not None:
                 free.kill()
             self._free.put(None)
+
+
+class Solve:
+    """One job in a process of a pool; `kill` may be called at any time, from any thread."""
+
+    def __init__(
+        self, pool: ProcessPool, request: JobRequest, body: bytes, on_progress: OnProgress
+    ) -> None:
+        self._pool, self._request, self._body = pool, request, body
+        self._on_progress = on_progress
+        self._worker: WorkerProcess | None = None
+        self._killed = False
+
+    def run(self) -> tuple[Reply, bytes]:
+        """The answer; raises `WorkerLostError`, as `ProcessPool.call` does."""
+        return self._pool.call(
+            self._request.task,
+            self._body,
+            seconds=self._request.seconds + GRACE_SECONDS,
+            on_progress=self._on_progress,
+            on_start=self._on_start,
+        )
+
+    def _on_start(self, worker: WorkerProcess) -> None:
+        self._worker = worker
+        if self._killed:
+            worker.kill()
+
+    def kill(self) -> None:
+        """Kill the process, or let it be killed when it starts."""
+        self._killed = True
+        if self._worker is not None:
+            self._worker.kill()

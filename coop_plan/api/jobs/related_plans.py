@@ -68,17 +68,9 @@ class RelatedPlans:
         graph, best = found
         if old.fully_refined:
             return stored_plan_reply(key, old), as_bytes(old)
-        options = {
-            "budget": best.budget_bytes,
-            "method": SEARCH,
-            "time_limit": seconds,
-            "outputs": best.outputs,
-            "alignment": best.alignment,
-            "host_budget": best.host_budget_bytes,
-            "link": best.link_bytes_per_s,
-        }
+        options = PlanOptions.of_plan(best, method=SEARCH, time_limit=seconds)
         try:
-            made = plan(graph, PlanOptions.of(options), progress=on_progress)
+            made = plan(graph, options, progress=on_progress)
             if made.cost_us < best.cost_us:
                 best = made
         except (InfeasibleBudgetError, TimeLimitError):

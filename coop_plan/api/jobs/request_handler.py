@@ -5,6 +5,8 @@ Its interface is bytes in, a small reply and bytes out, so that it can run in an
 
 import contextlib
 import sqlite3
+import sys
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
@@ -42,6 +44,12 @@ ENTRIES_PER_OP = 4
 
 VALUES_PER_OP = 40
 """Limit on JSON values of a body for each op that a graph may have; captures have 11 to 33."""
+
+
+AWAY_SECONDS = 10.0
+"""Time for which a solve waits for a graph store that does not answer: it may be restarting."""
+
+PAUSE_SECONDS = 0.5
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -84,7 +92,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
         dropped: records of the store that were damaged or no answer to their key.
         figures: of a running solve, or of the stored plan.
         settled: no search can improve the plan, or one was made.
-        final: False for progress.
+        final: False for progress, and for a plan in place of the one that is made.
         unkept: the store did not take the record that follows.
         seals: signatures of the store's records that the answer was made from.
     """
@@ -105,11 +113,11 @@ class Reply(msgspec.Struct, omit_defaults=True):
     seals: list[bytes] = []
 
 
-class RefusedError(Exception):
-    """Ends a request with a problem of `api.service.problems`."""
+class ProblemError(Exception):
+    """Ends a request with the problem of this name in `api.service.problems`."""
 
     def __init__(self, name: str, detail: str, **members: Any) -> None:
-        self.reply = Reply(problem=name, detail=detail, members=members)
+        self.name, self.detail, self.members = name, detail, members
         super().__init__(detail)
 
 
@@ -146,25 +154,25 @@ class RequestHandler:
     def __init__(self, store: PlanStore, limits: Limits, graphs: GraphStore) -> None:
         self._store, self.limits = store, limits
         self._graphs = GraphCache(graphs)
+        self.room = sys.maxsize
         self.dropped = 0
         """Records that were damaged, or no answer to their key."""
 
-    def parse(self, body: bytes, encoding: str = "") -> ParsedRequest:
-        """The request in a body."""
+    def parse(self, body: bytes, encoding: str = "", patience: float = 0.0) -> ParsedRequest:
+        """The request in a body; waits for `patience` seconds for a store that does not answer."""
         data = self._decompress(body, encoding)
         request = parse(PlanRequest, data)
         limits = self.limits
         if request.time_limit is not None and request.time_limit > limits.seconds:
             message = f"the time limit on this server is {limits.seconds:g} s"
             raise InvalidInputError(message, "/time_limit")
-        kept = None
+        kept: ParsedGraph | None = None
         if isinstance(request.graph, str):
             digest = request.graph
-            with contextlib.suppress(OSError, sqlite3.Error):  # the client sends the graph then
-                kept = self._graphs.get(digest)
+            kept = self._kept_graph(digest, patience)
             if kept is None:
                 message = f"graph {digest} is not stored (any more): send it with PUT /graphs"
-                raise RefusedError("unknown-graph", message, digest=digest)
+                raise ProblemError("unknown-graph", message, digest=digest)
             graph, structure = kept.graph, kept.fingerprint
         else:
             graph, structure = request.graph, fingerprint(request.graph)
@@ -172,6 +180,17 @@ class RequestHandler:
         linked = request.apply_link(graph).device.linked
         key = request.key(structure, planner_version(), links=linked)
         return ParsedRequest(key, graph, request, structure, kept)
+
+    def _kept_graph(self, digest: str, patience: float) -> ParsedGraph | None:
+        """The stored graph; None if the store does not answer, so that the client sends it."""
+        until = time.monotonic() + patience
+        while True:
+            try:
+                return self._graphs.get(digest, self._check_room)
+            except (OSError, sqlite3.Error):
+                if time.monotonic() >= until:
+                    return None
+                time.sleep(PAUSE_SECONDS)
 
     def _decompress(self, body: bytes, encoding: str) -> bytes:
         """The decompressed body; refused if it has far more entries than a graph may have.
@@ -183,17 +202,22 @@ class RequestHandler:
         max_entries, max_values = ENTRIES_PER_OP * limits.ops, VALUES_PER_OP * limits.ops
         if data.count(b'"cost_us"') > max_entries:
             message = f"more than {max_entries} ops and variants, the limit"
-            raise RefusedError("too-many-ops", message, max_ops=limits.ops)
+            raise ProblemError("too-many-ops", message, max_ops=limits.ops)
         if data.count(b'"kind"') > max_entries or data.count(b",") > max_values:
             message = f"more than {max_entries} tensors or {max_values} values, the limit"
-            raise RefusedError("too-much-work", message)
+            raise ProblemError("too-much-work", message)
+        self._check_room(len(data))
         return data
+
+    def _check_room(self, size: int) -> None:
+        if size > self.room:
+            raise ProblemError("needs-room", "the document is large", bytes=size)
 
     def _check_ops(self, graph: Graph) -> None:
         limit = self.limits.ops
         if len(graph.ops) > limit:
             message = f"the graph has {len(graph.ops)} ops; the limit is {limit}"
-            raise RefusedError("too-many-ops", message, max_ops=limit)
+            raise ProblemError("too-many-ops", message, max_ops=limit)
 
     def put_graph(self, body: bytes, encoding: str, digest: str) -> tuple[Reply, bytes]:
         """Store a graph by its digest; `found` if it is stored already."""
@@ -201,31 +225,31 @@ class RequestHandler:
         actual = digest_of(document)
         if actual != digest:
             message = f"the digest of this document is {actual}"
-            raise RefusedError("wrong-digest", message, digest=actual)
+            raise ProblemError("wrong-digest", message, digest=actual)
         try:
             new = self._graphs.put(digest, document, self._check_ops)
         except (OSError, sqlite3.Error) as error:
             message = f"the graph cannot be stored now: send it with the request ({error})"
-            raise RefusedError("not-stored", message) from None
+            raise ProblemError("not-stored", message) from None
         return Reply(found=not new), b""
 
     def graph(self, digest: str) -> tuple[Reply, bytes]:
         """The document of a digest."""
-        document = self._from_store(self._graphs.document, digest)
+        document = self._from_store(self._graphs.store.get, digest)
         if document is None:
-            raise RefusedError("not-found", f"graph {digest} is not stored")
+            raise ProblemError("not-found", f"graph {digest} is not stored")
         return Reply(found=True), document
 
     def graphs(self) -> tuple[Reply, bytes]:
         """Summaries of the stored graphs, as JSON."""
-        return Reply(found=True), msgspec.json.encode(self._from_store(self._graphs.listed))
+        return Reply(found=True), msgspec.json.encode(self._from_store(self._graphs.store.listed))
 
     def _from_store(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
         try:
             return call(*arguments, **named)
         except (OSError, sqlite3.Error):
             message = "the store does not answer"
-            raise RefusedError("busy", message, retry_after=5) from None
+            raise ProblemError("busy", message, retry_after=5) from None
 
     def find(self, body: bytes, encoding: str, made: bytes) -> tuple[Reply, bytes]:
         """The answer to a request from the store, or from `made`, the record of a job.
@@ -236,7 +260,6 @@ class RequestHandler:
         parsed = self.parse(body, encoding)
         key, graph, options = parsed.key, parsed.graph, parsed.options
         seals = [] if made else self._seals(key)
-        reply = Reply(key=key)
         records = [as_record(made)] if made else self.records(key)
         best: tuple[Plan, StoredPlan] | None = None
         refusal: InfeasibleBudgetError | None = None
@@ -256,17 +279,13 @@ class RequestHandler:
                 best = answer, record
         if best is not None:
             plan, record = best
-            found = msgspec.structs.replace(
-                reply,
-                found=True,
-                seals=seals,
-                settled=record.fully_refined,
-                costs=record.cost_digest,
-                figures=Figures(overhead=plan.overhead),
-            )
+            found = stored_plan_reply(key, record)
+            found.seals, found.figures = seals, Figures(overhead=plan.overhead)
             return found, plan.to_json().encode()
         if refusal is not None:
-            return infeasible_reply(key, refusal), b""
+            members = infeasible_fields(refusal)
+            reply = Reply(key, problem="budget-infeasible", detail=str(refusal), members=members)
+            return reply, b""
         if made:
             return self.find(body, encoding, b"")
         mine = all_costs(graph)
@@ -286,13 +305,13 @@ class RequestHandler:
         """
         graph: Graph | str = parsed.graph
         stored = parsed.stored or ParsedGraph(
-            parsed.graph, parsed.structure, parsed.graph.to_json().encode()
+            parsed.graph, parsed.structure, msgspec.json.encode(parsed.graph)
         )
         with contextlib.suppress(OSError, sqlite3.Error):
             digest = digest_of(stored.document)
             self._graphs.ensure(digest, stored)
             graph = digest
-        return msgspec.structs.replace(parsed.options, graph=graph).to_json().encode()
+        return msgspec.json.encode(msgspec.structs.replace(parsed.options, graph=graph))
 
     def solve(
         self, body: bytes, encoding: str, on_progress: Callable[[Progress], None]
@@ -300,7 +319,7 @@ class RequestHandler:
         """Make and store the plan for the request's costs; its record."""
         from coop_plan.planner import InfeasibleBudgetError, TimeLimitError, plan
 
-        parsed = self.parse(body, encoding)
+        parsed = self.parse(body, encoding, AWAY_SECONDS)
         key, graph = parsed.key, parsed.graph
         record: Record
         families: Families = ()
@@ -348,7 +367,8 @@ class RequestHandler:
         for record in self.plans(key, costs):
             made = record.with_original_graph()
             if made is not None:
-                reply = msgspec.structs.replace(stored_plan_reply(key, record), seals=seals)
+                reply = stored_plan_reply(key, record)
+                reply.seals = seals
                 return reply, made[1].to_json().encode()
         return NO_PLAN, b""
 
@@ -382,27 +402,16 @@ NO_PLAN = Reply(problem="not-found", detail="no plan is stored by this key")
 
 def stored_plan_reply(key: str, record: StoredPlan) -> Reply:
     """The reply that a plan is stored, with its overhead by the costs it was made with."""
-    overhead = Figures(overhead=record.plan.overhead)
-    return Reply(
-        key=key,
-        found=True,
-        figures=overhead,
-        settled=record.fully_refined,
-        costs=record.cost_digest,
-    )
-
-
-def infeasible_reply(key: str, error: InfeasibleBudgetError) -> Reply:
-    """An `InfeasibleBudgetError` as a reply."""
-    members = infeasible_fields(error)
-    return Reply(key=key, problem="budget-infeasible", detail=str(error), members=members)
+    figures = Figures(overhead=record.plan.overhead)
+    costs, settled = record.cost_digest, record.fully_refined
+    return Reply(key, costs, found=True, figures=figures, settled=settled)
 
 
 def decompress(body: bytes, encoding: str, limit: int) -> bytes:
     """The body without its Content-Encoding.
 
     Raises:
-        RefusedError: the result is larger than `limit` bytes, or the encoding is wrong.
+        ProblemError: the result is larger than `limit` bytes, or the encoding is wrong.
     """
     data, complete = body, True
     try:
@@ -418,10 +427,10 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
     except Exception as error:
         if type(error).__name__ not in ("error", "ZstdError"):
             raise
-        raise RefusedError("invalid-input", f"the body is not {encoding}", pointer="") from None
+        raise ProblemError("invalid-input", f"the body is not {encoding}", pointer="") from None
     if len(data) > limit:
         message = f"the decompressed body is larger than {limit} bytes, the limit"
-        raise RefusedError("body-too-large", message, max_body_bytes=limit)
+        raise ProblemError("body-too-large", message, max_body_bytes=limit)
     if not complete:
-        raise RefusedError("invalid-input", f"the {encoding} body is cut short", pointer="")
+        raise ProblemError("invalid-input", f"the {encoding} body is cut short", pointer="")
     return data

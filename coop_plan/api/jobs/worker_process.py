@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from coop_plan.api.jobs.related_plans import RelatedPlans
-from coop_plan.api.jobs.request_handler import Figures, Limits, RefusedError, Reply, RequestHandler
+from coop_plan.api.jobs.request_handler import Figures, Limits, ProblemError, Reply, RequestHandler
 from coop_plan.api.service.open_graph_store import open_graph_store
 from coop_plan.planner.method import Progress
 from coop_plan.planner.plan_cache.open_store import open_store
@@ -60,6 +60,8 @@ class WorkerRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     seconds: float = 0.0
     limits: Limits | None = None
     """Limits of the caller; by default the server's."""
+    room: int = sys.maxsize
+    """Bytes of the largest document that may be parsed; a larger one is `needs-room`."""
     version: str = ""
     """Planner's version of the server that wrote the request, if another version may read it."""
 
@@ -146,45 +148,42 @@ def _answer(
         reply = Reply(detail=progress.message, figures=Figures.of(progress), final=False)
         connection.send_bytes(msgspec.json.encode(reply))
 
-    handler.limits = task.limits or limits
+    handler.limits, handler.room = task.limits or limits, task.room
     try:
-        if task.do == "solve":
-            return handler.solve(body, task.encoding, on_progress)
-        if task.do == "improve":
-            return related.improve(task.key, task.costs, task.seconds, on_progress)
-        if task.do == "for-smaller-budget":
-            return related.for_smaller_budget(body, task.encoding)
-        if task.do == "stored-plan":
-            return handler.stored_plan(task.key, task.costs)
-        if task.do == "keep":
-            return handler.keep(task.key, record)
-        if task.do == "put-graph":
-            return handler.put_graph(body, task.encoding, task.key)
-        if task.do == "graph":
-            return handler.graph(task.key)
-        if task.do == "graphs":
-            return handler.graphs()
-        if task.do == "find":
-            return handler.find(body, task.encoding, record)
-        detail = (
-            f"a worker of version {planner_version()} has no task '{task.do}' of {task.version}"
-        )
-        return Reply(problem="busy", detail=detail, members={"retry_after": 10}), b""
-    except RefusedError as refused:
-        return refused.reply, b""
+        match task.do:
+            case "find":
+                return handler.find(body, task.encoding, record)
+            case "solve":
+                return handler.solve(body, task.encoding, on_progress)
+            case "improve":
+                return related.improve(task.key, task.costs, task.seconds, on_progress)
+            case "for-smaller-budget":
+                return related.for_smaller_budget(body, task.encoding)
+            case "stored-plan":
+                return handler.stored_plan(task.key, task.costs)
+            case "keep":
+                return handler.keep(task.key, record)
+            case "put-graph":
+                return handler.put_graph(body, task.encoding, task.key)
+            case "graph":
+                return handler.graph(task.key)
+            case "graphs":
+                return handler.graphs()
+        detail = f"version {planner_version()} has no task '{task.do}' of {task.version}"
+        raise ProblemError("busy", detail, retry_after=10)
+    except ProblemError as refused:
+        members = refused.members
+        return Reply(problem=refused.name, detail=refused.detail, members=members), b""
     except InvalidInputError as error:
         members = {"pointer": error.pointer}
         return Reply(problem="invalid-input", detail=error.message, members=members), b""
     except Exception as error:
-        if isinstance(error, MemoryError) or _left_bytes() < LIBRARY_BYTES:
+        left = resource.getrlimit(resource.RLIMIT_AS)[0] - _address_space()
+        if isinstance(error, MemoryError) or left < LIBRARY_BYTES:
             detail = "the request needs more memory than this server gives it"
             return Reply(problem="too-much-work", detail=detail), b""
         sys.excepthook(type(error), error, error.__traceback__)
         return Reply(problem="internal-error", detail=f"{type(error).__name__} in a worker"), b""
-
-
-def _left_bytes() -> int:
-    return resource.getrlimit(resource.RLIMIT_AS)[0] - _address_space()
 
 
 def _address_space() -> int:

@@ -13,7 +13,7 @@ from fastapi.security import SecurityScopes
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from coop_plan.api.jobs.request_handler import PlanRequest
+from coop_plan.api.jobs.request_handler import PlanRequest, ProblemError
 from coop_plan.api.service import (
     problems,
     routes_graphs,
@@ -23,12 +23,11 @@ from coop_plan.api.service import (
     routes_plans,
 )
 from coop_plan.api.service.auth import AUTHENTICATE, Callers
-from coop_plan.api.service.graph_store import GraphSummary
 from coop_plan.api.service.headers import SECURITY_HEADERS
 from coop_plan.api.service.host_check import HostCheck
 from coop_plan.api.service.metrics import Metrics
 from coop_plan.api.service.plan_service import PlanService, ServiceSettings
-from coop_plan.api.service.problems import ProblemError
+from coop_plan.api.service.request_body import MAX_ANSWERS, Memory
 from coop_plan.api.service.telemetry import Telemetry
 from coop_plan.schemas import Graph, Plan
 
@@ -55,6 +54,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
         lifespan=lifespan,
     )
     app.state.callers = Callers(settings.tokens)
+    app.state.answers = Memory(MAX_ANSWERS * settings.limits.body_bytes)
     app.add_middleware(HeadAsGet)
     app.add_middleware(HostCheck, hosts=settings.hosts)
     app.add_middleware(Telemetry, metrics=metrics)  # the last added is the outermost
@@ -121,7 +121,7 @@ def _document(generate: Any) -> dict[str, Any]:
     """The OpenAPI description, with msgspec's schemas and the headers of every answer."""
     document: dict[str, Any] = generate()
     _, schemas = msgspec.json.schema_components(
-        [PlanRequest, Plan, Graph, GraphSummary], ref_template="#/components/schemas/{name}"
+        [PlanRequest, Plan, Graph], ref_template="#/components/schemas/{name}"
     )
     known = document["components"]["schemas"]
     known.update(schemas, Problem=problems.Problem.model_json_schema())

@@ -14,8 +14,7 @@ from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter
 
 from coop_plan.api.jobs.jobs import Job
-from coop_plan.api.jobs.request_handler import Limits
-from coop_plan.api.service.problems import ProblemError
+from coop_plan.api.jobs.request_handler import Limits, ProblemError
 from coop_plan.api.service.tokens import Token, TokenFile, TokenLimits
 
 

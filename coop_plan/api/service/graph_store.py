@@ -11,6 +11,7 @@ import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Protocol
 
@@ -30,8 +31,7 @@ Digest = Annotated[
 ]
 
 MAX_PARSED_BYTES = 32 << 20
-"""Size of the documents whose parsed graphs a reader caches; these take some ten times as much."""
-
+"""Size of the documents whose parsed graphs a process caches; these take seven times as much."""
 
 MAX_DOCUMENT_BYTES = 256 << 20
 """Limit on a stored document: what others write into a shared Redis costs no more."""
@@ -40,7 +40,8 @@ MAX_LISTED = 100
 """Limit on the graphs in a list."""
 
 
-class GraphSummary(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class GraphSummary:
     """A stored graph in a list: 200 characters of its name, its ops and its document's bytes."""
 
     digest: str
@@ -100,17 +101,13 @@ class SqliteGraphStore:
 
     def get(self, digest: str) -> bytes | None:
         """The document of a digest; see `GraphStore.get`."""
-        now = int(time.time())
+        query = "select packed from graph where digest = ?"
         with self._lock:
-            row = self._connection.execute(
-                "select packed from graph where digest = ?", (digest,)
-            ).fetchone()
-            if row is None:
-                return None
-            with contextlib.suppress(sqlite3.Error):  # a read-only store
-                self._connection.execute(
-                    "update graph set used = ? where digest = ?", (now, digest)
-                )
+            row = self._connection.execute(query, (digest,)).fetchone()
+        if row is None:
+            return None
+        with contextlib.suppress(sqlite3.Error):  # a read-only store
+            self.mark_used(digest)
         if (document := unpacked(row[0], digest)) is not None:
             return document
         with self._lock, self._connection:
@@ -186,31 +183,27 @@ class GraphCache:
     """The graphs of a store, with an LRU cache of parsed ones. For one thread."""
 
     def __init__(self, store: GraphStore) -> None:
-        self._store = store
+        self.store = store
         self._parsed: OrderedDict[str, ParsedGraph] = OrderedDict()
         self._bytes = 0
 
-    def get(self, digest: str) -> ParsedGraph | None:
-        """The graph of a digest."""
+    def get(self, digest: str, check: Callable[[int], None]) -> ParsedGraph | None:
+        """The graph of a digest; `check` gets the size of a document that is to be parsed."""
         parsed = self._parsed.get(digest)
         if parsed is not None:
             self._parsed.move_to_end(digest)
             return parsed
-        document = self._store.get(digest)
+        document = self.store.get(digest)
         if document is None:
             return None
+        check(len(document))
         graph = parse_graph(document)
         return self._remember(digest, ParsedGraph(graph, fingerprint(graph), document))
 
-    def document(self, digest: str) -> bytes | None:
-        """The document of a digest."""
-        parsed = self._parsed.get(digest)
-        return self._store.get(digest) if parsed is None else parsed.document
-
     def ensure(self, digest: str, parsed: ParsedGraph) -> None:
         """Store a document that was parsed, if it is not stored (any more); it is not listed."""
-        if not self._store.mark_used(digest):
-            self._store.put(digest, parsed.document)
+        if not self.store.mark_used(digest):
+            self.store.put(digest, parsed.document)
         if digest not in self._parsed:
             self._remember(digest, parsed)
 
@@ -224,15 +217,11 @@ class GraphCache:
         graph = parse_graph(document) if parsed is None else parsed.graph
         check(graph)
         summary = GraphSummary(digest, graph.name[:200], len(graph.ops), len(document))
-        return self._store.put(digest, document, summary)
-
-    def listed(self) -> list[GraphSummary]:
-        """See `GraphStore.listed`."""
-        return self._store.listed()
+        return self.store.put(digest, document, summary)
 
     def _remember(self, digest: str, parsed: ParsedGraph) -> ParsedGraph:
         self._parsed[digest] = parsed
         self._bytes += len(parsed.document)
-        while self._bytes > MAX_PARSED_BYTES and len(self._parsed) > 1:
+        while self._bytes > MAX_PARSED_BYTES:
             self._bytes -= len(self._parsed.popitem(last=False)[1].document)
         return parsed

@@ -8,6 +8,8 @@ from fastapi import Header
 from fastapi.responses import Response
 from pydantic import BeforeValidator
 
+from coop_plan.api.service.request_body import Document
+
 SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
@@ -69,4 +71,4 @@ def document_response(known: list[str], data: bytes, tag: str = "") -> Response:
     tags = [part.strip().removeprefix("W/") for part in ",".join(known).split(",")]
     if etag in tags or tags == ["*"]:
         return Response(status_code=304, headers=headers)
-    return Response(data, media_type="application/json", headers=headers)
+    return Document(data, headers=headers)

@@ -5,13 +5,11 @@ import ipaddress
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coop_plan.api.service.headers import SECURITY_HEADERS
 from coop_plan.api.service.problems import response
-
-SECURITY = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -42,8 +40,9 @@ class HostCheck:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                own = {name for name, _ in message["headers"]}
-                message["headers"] += [header for header in SECURITY if header[0] not in own]
+                headers = MutableHeaders(scope=message)
+                for name, value in SECURITY_HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         headers = Headers(scope=scope)

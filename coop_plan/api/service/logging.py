@@ -3,9 +3,10 @@
 from collections.abc import MutableMapping
 from typing import Any
 
+import msgspec
 import structlog
 
-SHARED: list[Any] = [
+FIELDS: list[Any] = [
     structlog.contextvars.merge_contextvars,
     structlog.stdlib.add_log_level,
     structlog.stdlib.add_logger_name,
@@ -21,38 +22,30 @@ def _plain(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[s
     return event
 
 
-def configure() -> dict[str, Any]:
-    """Set structlog up; the configuration for `logging.config.dictConfig`."""
-    structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            structlog.stdlib.PositionalArgumentsFormatter(),
-            *SHARED,
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=structlog.stdlib.BoundLogger,
-        cache_logger_on_first_use=True,
-    )
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {
-            "json": {
-                "()": structlog.stdlib.ProcessorFormatter,
-                "processors": [
-                    structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                    _plain,
-                    structlog.processors.JSONRenderer(),
-                ],
-                "foreign_pre_chain": SHARED,
-            }
-        },
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json"}},
-        "root": {"handlers": ["stderr"], "level": "WARNING"},
-        "loggers": {
-            "coop_plan": {"level": "INFO"},
-            "uvicorn": {"level": "INFO"},
-            "uvicorn.access": {"level": "WARNING"},  # every request has a line of its own
-        },
-    }
+def _json(event: MutableMapping[str, Any], **_: Any) -> str:
+    return msgspec.json.encode(event, enc_hook=repr).decode()
+
+
+CONFIG: dict[str, Any] = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {
+        "json": {
+            "()": structlog.stdlib.ProcessorFormatter,
+            "processors": [
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                _plain,
+                structlog.processors.JSONRenderer(_json),
+            ],
+            "foreign_pre_chain": FIELDS,
+        }
+    },
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json"}},
+    "root": {"handlers": ["stderr"], "level": "WARNING"},
+    "loggers": {
+        "coop_plan": {"level": "INFO"},
+        "uvicorn": {"level": "INFO"},
+        "uvicorn.access": {"level": "WARNING"},  # every request has a line of its own
+    },
+}
+"""Configuration for `logging.config.dictConfig`; a record's `extra` are fields of its line."""

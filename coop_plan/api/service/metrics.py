@@ -25,50 +25,43 @@ class Metrics:
     """Counters and histograms of one server."""
 
     def __init__(self) -> None:
-        registry = CollectorRegistry()
+        self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        self._registry = registry
-        requests = Counter(
-            "coop_plan_requests",
-            "Requests that were answered",
-            ("method", "route", "status"),
-            registry=registry,
+        counter = functools.partial(Counter, registry=registry)
+        histogram = functools.partial(Histogram, registry=registry)
+        requests = counter(
+            "coop_plan_requests", "Requests that were answered", ("method", "route", "status")
         )
-        seconds = Histogram(
+        seconds = histogram(
             "coop_plan_request_seconds",
             "Time from a request's head to the end of its answer",
             ("method", "route"),
             buckets=REQUEST_SECONDS,
-            registry=registry,
         )
-        plans = Counter(
+        plans = counter(
             "coop_plan_plans",
             "Plans that were sent, by what the cache had (Coop-Plan-Cache)",
             ("cache",),
-            registry=registry,
         )
         # A look-up by labels takes a lock and 3 µs.
         self._request_count = functools.cache(requests.labels)
         self._request_time = functools.cache(seconds.labels)
         self._plan_count = functools.cache(plans.labels)
-        self._dropped = Counter(
+        self.dropped = counter(
             "coop_plan_verify_failures",
             "Kept records that were damaged, or did not hold for what was asked",
-            registry=registry,
         )
         self._jobs = Gauge("coop_plan_jobs", "Solves by state", ("state",), registry=registry)
-        self._solve_seconds = Histogram(
+        self._solve_seconds = histogram(
             "coop_plan_solve_seconds",
             "Time of solves from queue to end",
             ("state",),
             buckets=SOLVE_SECONDS,
-            registry=registry,
         )
-        self._gap = Histogram(
+        self._gap = histogram(
             "coop_plan_gap_at_end",
             "How far a plan may be from the best one when its solve ended, where a bound is known",
             buckets=GAPS,
-            registry=registry,
         )
 
     def observe_request(
@@ -80,10 +73,6 @@ class Metrics:
         if cache:
             self._plan_count(cache).inc()
 
-    def count_dropped(self, count: int) -> None:
-        """Count records of the store that were dropped."""
-        self._dropped.inc(count)
-
     def observe_solve(self, state: str, seconds: float, gap: float | None) -> None:
         """Count a finished solve."""
         self._solve_seconds.labels(state).observe(seconds)
@@ -92,13 +81,13 @@ class Metrics:
 
     def watch_jobs(self, states: Callable[[], Mapping[str, int]]) -> None:
         """Report the numbers of jobs by state, from `states`, at each scrape."""
+
+        def count(state: str) -> float:
+            return states().get(state, 0)
+
         for state in STATES:
-            self._jobs.labels(state).set_function(functools.partial(_number, states, state))
+            self._jobs.labels(state).set_function(functools.partial(count, state))
 
     def text(self) -> bytes:
         """The metrics as text."""
         return generate_latest(self._registry)
-
-
-def _number(states: Callable[[], Mapping[str, int]], state: str) -> float:
-    return states().get(state, 0)

@@ -17,13 +17,12 @@ from coop_plan.api.jobs.background_improver import SEARCH_SECONDS, BackgroundImp
 from coop_plan.api.jobs.jobs import Job, JobExecutor, Jobs
 from coop_plan.api.jobs.local_executor import LocalExecutor
 from coop_plan.api.jobs.process_pool import ProcessPool, WorkerLostError
-from coop_plan.api.jobs.request_handler import Limits, Reply
+from coop_plan.api.jobs.request_handler import Limits, ProblemError, Reply
 from coop_plan.api.jobs.worker_process import WorkerRequest, WorkerSettings, plan_path
 from coop_plan.api.service.auth import Caller
 from coop_plan.api.service.host_check import LOOPBACK
 from coop_plan.api.service.metrics import Metrics
-from coop_plan.api.service.problems import ProblemError
-from coop_plan.api.service.request_body import MAX_BODIES, Body, BodyReader, Memory
+from coop_plan.api.service.request_body import MAX_BODIES, Body, BodyReader, Memory, Room
 from coop_plan.api.service.response_cache import MAX_REQUEST_BYTES, ResponseCache, cache_key
 from coop_plan.api.service.tokens import TokenFile
 from coop_plan.api.service.unkept_plans import UnkeptPlans
@@ -31,6 +30,9 @@ from coop_plan.planner.plan_cache.open_store import open_store
 
 READ_SECONDS = 60.0
 """Limit on parsing a request and finding its answer in the store."""
+
+READS = 2
+"""Readers that a request may cost: one may have been killed from outside."""
 
 log = logging.getLogger("coop_plan.service")
 
@@ -82,7 +84,7 @@ class PlanService:
         reader = settings.worker(settings.reader_memory, solves=False)
         self._readers = ProcessPool(reader, settings.readers)
         self._threads = ThreadPoolExecutor(settings.readers, thread_name_prefix="reader")
-        self._large = asyncio.Semaphore(max(1, settings.readers - 1))
+        self._room = Room(settings.limits.body_bytes, max(1, settings.readers - 1))
         self._store = open_store(settings.store, b"")
         self._responses = ResponseCache()
         self._closing = False
@@ -126,19 +128,32 @@ class PlanService:
         self, task: WorkerRequest, body: bytes = b"", record: bytes = b""
     ) -> tuple[Reply, bytes]:
         """The answer of a reader process; raises `ProblemError` if it is a problem."""
-        call = functools.partial(self._readers.call, task, body, record, seconds=READ_SECONDS)
-        large = len(body) + len(record) > MAX_REQUEST_BYTES
-        try:
-            async with self._large if large else contextlib.nullcontext():
-                reply, data = await asyncio.get_running_loop().run_in_executor(self._threads, call)
-        except WorkerLostError:
-            message = "the request needs more memory or time to read than this server gives it"
-            raise ProblemError("too-much-work", message) from None
+        size = len(body) + len(record)
+        while True:  # a reader finds out how large a compressed or a named document is
+            large = size > MAX_REQUEST_BYTES
+            task = msgspec.structs.replace(task, room=max(size, MAX_REQUEST_BYTES))
+            async with self._room.take(size) if large else contextlib.nullcontext():
+                reply, data = await self._call(task, body, record)
+            if reply.problem != "needs-room":
+                break
+            size = reply.members["bytes"]
         if reply.dropped:
-            self.metrics.count_dropped(reply.dropped)
+            self.metrics.dropped.inc(reply.dropped)
             log.warning("%d records of the plan store were damaged or no answer", reply.dropped)
         _raise(reply)
         return reply, data
+
+    async def _call(self, task: WorkerRequest, body: bytes, record: bytes) -> tuple[Reply, bytes]:
+        call = functools.partial(self._readers.call, task, body, record, seconds=READ_SECONDS)
+        run, ended = asyncio.get_running_loop().run_in_executor, 0
+        while True:
+            try:
+                return await run(self._threads, call)
+            except WorkerLostError as lost:
+                ended += 1
+                if lost.late or ended == READS:
+                    message = "the request needs more memory or time than a reader has"
+                    raise ProblemError("too-much-work", message) from None
 
     async def _find(
         self, name: bytes, task: WorkerRequest, body: bytes = b""
@@ -149,8 +164,9 @@ class PlanService:
         """
         cached = self._responses.get(name)
         if cached is not None:
-            try:
-                seals = await asyncio.to_thread(self._store.signatures, cached[0].key)
+            read = functools.partial(self._store.signatures, cached[0].key)
+            try:  # a thread costs ten times as much as a read of SQLite
+                seals = await asyncio.to_thread(read) if self._store.waits else read()
             except (OSError, sqlite3.Error):  # a store that is away does not end hits
                 seals = cached[0].seals
             if seals == cached[0].seals:
@@ -186,8 +202,8 @@ class PlanService:
     ) -> tuple[Reply, bytes, Job | None]:
         """The reply with its plan, and the job that made it, if the plan was not stored.
 
-        After `wait` seconds the job is returned unfinished and runs on. The plan is then one for a
-        smaller budget, if `provisional` and there is one, or empty.
+        After `wait` seconds the job runs on, and the reply is not `final`. The plan is then one for
+        a smaller budget, if `provisional` and there is one, or empty.
         """
         caller: Caller = request.state.caller
         find = WorkerRequest("find", body.encoding, limits=caller.within(self.limits))
@@ -205,16 +221,18 @@ class PlanService:
                 job = self.jobs.join(reply, asked, costs, caller.name)
                 try:
                     if not await self._wait(job, caller, until, disconnected):
-                        if not provisional:
-                            return reply, b"", job
-                        smaller = WorkerRequest("for-smaller-budget")
-                        return *await self.call_reader(smaller, asked), job
+                        data = b""
+                        if provisional:
+                            smaller = WorkerRequest("for-smaller-budget")
+                            reply, data = await self.call_reader(smaller, asked)
+                        reply.final = False
+                        return reply, data, job
                     record = job.record or self._unkept.get(reply.key)
                 finally:
                     self.jobs.unsubscribe(job, returning=self._closing)
                 own = job.plan == plan_path(reply.key, reply.costs)
                 if job.problem is not None:
-                    if own or job.problem.problem in ("busy", "cancelled"):
+                    if own or job.problem.problem in ("busy", "cancelled", "unknown-graph"):
                         _raise(job.problem)
                     continue
                 find = WorkerRequest("find", with_record=True)
@@ -281,15 +299,12 @@ class PlanService:
 
     async def check(self) -> None:
         """Raise `ProblemError` if plans cannot be stored or made."""
-        await asyncio.to_thread(self._check_store)
-        await self.executor.check()
-
-    def _check_store(self) -> None:
         try:
-            self._store.check()
+            await asyncio.to_thread(self._store.check)
         except OSError:
             message = "the plan store cannot be written"
             raise ProblemError("busy", message, retry_after=5) from None
+        await self.executor.check()
 
     async def close(self) -> None:
         """Kill all processes."""

@@ -39,14 +39,6 @@ HEADERS = {401: "WWW-Authenticate", 429: "Retry-After", 503: "Retry-After"}
 """Header of a problem's response by its status."""
 
 
-class ProblemError(Exception):
-    """Ends a request with the problem of this name."""
-
-    def __init__(self, name: str, detail: str, **members: Any) -> None:
-        self.name, self.detail, self.members = name, detail, members
-        super().__init__(detail)
-
-
 class Problem(BaseModel):
     """A problem (RFC 9457); some types have members of their own."""
 
@@ -93,11 +85,6 @@ def response(
         sent["Retry-After"] = str(members["retry_after"])
     if name == "unauthorized":
         sent["WWW-Authenticate"] = "Bearer"
-    own: dict[str, Any] = {
-        "type": PREFIX + name,
-        "title": title,
-        "status": status,
-        "detail": detail,
-    }
+    own = {"type": PREFIX + name, "title": title, "status": status, "detail": detail}
     document = Problem.model_construct(**members | own).model_dump_json(exclude_unset=True)
     return Response(document, status_code=status, media_type=MEDIA_TYPE, headers=sent)

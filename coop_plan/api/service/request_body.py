@@ -1,4 +1,4 @@
-"""Request bodies: checks of type and encoding, limits on size, time and total memory."""
+"""Bodies of requests and answers: type and encoding; limits on size, time and total memory."""
 
 import asyncio
 import contextlib
@@ -6,9 +6,12 @@ from collections import Counter
 from collections.abc import AsyncIterator
 
 from fastapi import Request
+from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
-from coop_plan.api.service.problems import ProblemError
+from coop_plan.api.jobs.request_handler import ProblemError
+from coop_plan.api.service.response_cache import MAX_REQUEST_BYTES
 
 ENCODINGS = ("", "identity", "gzip", "zstd")
 
@@ -18,8 +21,17 @@ BODY_SECONDS = 30.0
 MAX_BODIES = 4
 """Bodies of the largest size that are in memory at once, or as many bytes of smaller ones."""
 
+MAX_ANSWERS = 2
+"""Answers of that size, or as many bytes of those above `MAX_REQUEST_BYTES`."""
+
+ANSWER_SECONDS = 60.0
+"""Limit on the transfer of an answer."""
+
 SMALL_BYTES = 64 << 10
-"""Bytes of each body that are not counted: no other request keeps a small one out."""
+"""Bytes of each body that are not counted: no other request keeps a small one out.
+
+An answer is sent in parts of this size.
+"""
 
 
 class Memory:
@@ -54,6 +66,58 @@ class Memory:
         self._held[caller] -= size
         if not self._held[caller]:
             del self._held[caller]
+
+
+class Document(Response):
+    """JSON that is counted until the client has it, and sent in parts; what comes late is cut."""
+
+    media_type = "application/json"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer; raises `ProblemError` if there is no memory for it."""
+        memory: Memory = scope["app"].state.answers
+        caller, size = scope["state"]["caller"].name, len(self.body)
+        counted = size if size > MAX_REQUEST_BYTES else 0
+        memory.take(counted, caller)
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    await send(start)
+                    for end in range(SMALL_BYTES, size + SMALL_BYTES, SMALL_BYTES):
+                        part = bytes(self.body[end - SMALL_BYTES : end])
+                        more = {"more_body": end < size}
+                        await send({"type": "http.response.body", "body": part, **more})
+        finally:
+            memory.free(counted, caller)
+
+
+class Room:
+    """Bytes of large documents that readers parse at once, in `places`. For one event loop.
+
+    The graphs take seven times as much. Requests that wait are served in order.
+    """
+
+    def __init__(self, max_bytes: int, places: int) -> None:
+        self._max_bytes = self._free = max_bytes
+        self._places = asyncio.Semaphore(places)
+        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def take(self, size: int) -> AsyncIterator[None]:
+        """Context with a place and room for `size` bytes, or with all the room there is."""
+        size = min(size, self._max_bytes)
+        async with self._places:
+            async with self._turn:
+                while size > self._free:
+                    self._freed.clear()
+                    await self._freed.wait()
+                self._free -= size
+            try:
+                yield
+            finally:
+                self._free += size
+                self._freed.set()
 
 
 class Body:

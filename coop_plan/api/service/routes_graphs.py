@@ -4,10 +4,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
+from pydantic import Field
 
 from coop_plan.api.jobs.worker_process import WorkerRequest
 from coop_plan.api.service.auth import PLANNER, READER, Caller
-from coop_plan.api.service.graph_store import MAX_LISTED
+from coop_plan.api.service.graph_store import MAX_LISTED, GraphSummary
 from coop_plan.api.service.headers import TAG, Known, document_response
 from coop_plan.api.service.plan_service import Service
 from coop_plan.api.service.problems import COMMON, described
@@ -81,20 +82,8 @@ async def get_graph(service: Service, digest: Digest, known: Known = []) -> Resp
     "",
     summary=f"List stored graphs, the last used first, {MAX_LISTED} at most",
     dependencies=[READER],
-    responses={
-        200: {
-            "description": "The digest, name, ops and bytes of each",
-            "content": {
-                "application/json": {
-                    "schema": {
-                        "type": "array",
-                        "maxItems": MAX_LISTED,
-                        "items": {"$ref": "#/components/schemas/GraphSummary"},
-                    }
-                }
-            },
-        }
-    },
+    response_model=Annotated[list[GraphSummary], Field(max_length=MAX_LISTED)],
+    response_description="The digest, name, ops and bytes of each",
 )
 async def get_graphs(service: Service) -> Response:
     """Summaries of stored graphs."""

@@ -3,9 +3,7 @@
 No page needs a network: Swagger UI's files come from the package `fastapi-offline`.
 """
 
-import base64
 import functools
-import hashlib
 from importlib import resources
 
 from fastapi import APIRouter
@@ -13,66 +11,26 @@ from fastapi.responses import HTMLResponse, Response
 
 from coop_plan.api.service.sample_graph import sample_graph
 from coop_plan.planner.registry import METHODS
-from coop_plan.web import page, security_policy
+from coop_plan.web import linked_page, page, security_policy
 
 ENTRY = "service.js"
 
-DOCS_FILES = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
-"""Files of the page `/docs`, with their media types."""
+DOCS_FILES = {
+    "swagger-ui-bundle.js": ("fastapi_offline", "static", "text/javascript"),
+    "swagger-ui.css": ("fastapi_offline", "static", "text/css"),
+    "docs.js": ("coop_plan.web", "", "text/javascript"),
+    "docs.css": ("coop_plan.web", "", "text/css"),
+}
+"""Files of the page `/docs`: their package, folder and media type."""
 
 router = APIRouter(include_in_schema=False)
 
-_SCRIPT = """
-SwaggerUIBundle({ url: "/openapi.json", dom_id: "#docs", deepLinking: true, validatorUrl: null });
-// Swagger UI nests links in buttons, and its scrolling examples cannot be reached by keyboard.
-const mend = () => {
-  for (const link of document.querySelectorAll("button a[href]")) link.removeAttribute("href");
-  for (const text of document.querySelectorAll("pre.microlight")) text.tabIndex = 0;
-  document.querySelector(".info h1, .info h2")?.setAttribute("aria-level", "2");
-};
-const docs = document.getElementById("docs");
-new MutationObserver(mend).observe(docs, { childList: true, subtree: true });
-"""
-_STYLE = """
-h1 { position: absolute; clip-path: inset(50%); }
-.swagger-ui .info .title small.version-stamp { background: #4a6b00; }
-.swagger-ui .info .url { color: #1f62b0; }
-.swagger-ui .btn.authorize, .swagger-ui .btn.authorize span { color: #1d6b46; }
-.swagger-ui .opblock .opblock-summary-method { background: #1f62b0 !important; }
-.swagger-ui .opblock-post .opblock-summary-method { background: #1d6b46 !important; }
-.swagger-ui .opblock-put .opblock-summary-method { background: #855000 !important; }
-.swagger-ui .opblock-delete .opblock-summary-method { background: #b3261e !important; }
-.swagger-ui .json-schema-2020-12-expand-deep-button { color: #333; }
-.swagger-ui .parameter__in { color: #555; }
-.swagger-ui .microlight span[style*="211, 99, 99"] { color: #ffa3a3 !important; }
-"""
-"""Swagger UI's colours lack contrast."""
-
-_DOCS = f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<link rel="stylesheet" href="/docs/swagger-ui.css">
-<title>coop-plan: API</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-<main>
-<h1>coop-plan: API</h1>
-<div id="docs"></div>
-</main>
-<script src="/docs/swagger-ui-bundle.js"></script>
-<script>{_SCRIPT}</script>
-</body>
-</html>
-"""
-_HASH = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+_DOCS = linked_page(
+    "coop-plan: API", '<div id="docs"></div>', [f"/docs/{name}" for name in DOCS_FILES]
+)
 _DOCS_POLICY = (
-    f"default-src 'none'; script-src 'self' 'sha256-{_HASH}'; style-src 'self' 'unsafe-inline';"
-    " connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none';"
-    " frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self';"
+    " img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 """Content-Security-Policy of `/docs`: Swagger UI sets styles of elements."""
 
@@ -94,18 +52,19 @@ async def get_docs() -> HTMLResponse:
 def _page() -> tuple[str, str]:
     """The service's page, and the policy that allows its own script only."""
     methods = [{"name": info.name, "summary": info.summary} for info in METHODS.values()]
-    data = {"methods": methods, "sample": sample_graph()}
+    data = {"methods": methods, "sample": sample_graph(12)}
     return page(ENTRY, "coop-plan", data), security_policy(ENTRY)
 
 
 async def _get_docs_file(name: str) -> Response:
     headers = {"Cache-Control": "public, max-age=86400"}
-    return Response(_docs_file(name), media_type=DOCS_FILES[name], headers=headers)
+    return Response(_docs_file(name), media_type=DOCS_FILES[name][2], headers=headers)
 
 
 @functools.cache
 def _docs_file(name: str) -> bytes:
-    return (resources.files("fastapi_offline") / "static" / name).read_bytes()
+    package, folder, _ = DOCS_FILES[name]
+    return (resources.files(package) / folder / name).read_bytes()
 
 
 for _name in DOCS_FILES:

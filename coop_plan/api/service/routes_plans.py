@@ -6,6 +6,7 @@ from fastapi import APIRouter, Header, Path, Query, Request
 from fastapi.responses import Response
 
 from coop_plan.api.jobs.jobs import RETRY_SECONDS, Job, JobDocument
+from coop_plan.api.jobs.request_handler import ProblemError
 from coop_plan.api.jobs.worker_process import plan_path
 from coop_plan.api.service.auth import PLANNER, READER, Caller
 from coop_plan.api.service.headers import (
@@ -16,29 +17,12 @@ from coop_plan.api.service.headers import (
     document_response,
     preferences,
 )
-from coop_plan.api.service.plan_service import Service, running_service
-from coop_plan.api.service.problems import COMMON, ProblemError, described
+from coop_plan.api.service.plan_service import running_service
+from coop_plan.api.service.problems import COMMON, described
+from coop_plan.api.service.request_body import Document
+from coop_plan.api.service.sample_graph import sample_graph
 
-EXAMPLE: dict[str, Any] = {
-    "graph": {
-        "schema": "coop-plan/graph/1",
-        "name": "three layers and their gradients",
-        "tensors": [
-            {"id": 0, "bytes": 4096, "kind": "input"},
-            *({"id": i, "bytes": 1 << 20, "kind": "activation"} for i in range(1, 6)),
-            {"id": 6, "bytes": 4096, "kind": "output"},
-        ],
-        "ops": [
-            {"id": 0, "name": "aten.mm", "inputs": [0], "outputs": [1], "cost_us": 90},
-            {"id": 1, "name": "aten.relu", "inputs": [1], "outputs": [2], "cost_us": 10},
-            {"id": 2, "name": "aten.mm", "inputs": [2], "outputs": [3], "cost_us": 90},
-            {"id": 3, "name": "aten.mm", "inputs": [3, 2], "outputs": [4], "cost_us": 90},
-            {"id": 4, "name": "aten.mm", "inputs": [4, 1], "outputs": [5], "cost_us": 90},
-            {"id": 5, "name": "aten.sum", "inputs": [5, 0], "outputs": [6], "cost_us": 10},
-        ],
-    },
-    "budget": "90%",
-}
+EXAMPLE = {"graph": sample_graph(2), "budget": "90%"}
 
 router = APIRouter(tags=["plans"], responses=described(*COMMON))
 
@@ -96,12 +80,12 @@ async def post_plan(request: Request, prefer: Prefer = "") -> Response:
         "Coop-Plan-Cache": "hit",
     }
     if job is not None:
-        if not (data or job.finished):
+        if not data:
             return accepted(job)
-        headers["Coop-Plan-Cache"] = "miss" if job.finished else "provisional"
-        if not job.finished:
+        headers["Coop-Plan-Cache"] = "miss" if reply.final else "provisional"
+        if not reply.final:
             headers["Link"] = f'</jobs/{job.id}>; rel="monitor"'
-    return Response(data, media_type="application/json", headers=headers)
+    return Document(data, headers=headers)
 
 
 @router.get(
@@ -116,8 +100,8 @@ async def post_plan(request: Request, prefer: Prefer = "") -> Response:
     },
 )
 async def get_plan(
+    request: Request,
     caller: Annotated[Caller, READER],
-    service: Service,
     key: Annotated[
         str,
         Path(
@@ -137,6 +121,7 @@ async def get_plan(
     known: Known = [],  # noqa: B006
 ) -> Response:
     """The stored plan of a key, or the search for a better one."""
+    service = await running_service(request)
     key, _, costs = key.partition("-")
     if better_than is None:
         _, data = await service.stored_plan(key, costs)

@@ -1,6 +1,7 @@
 """Telemetry of requests: a trace (W3C Trace Context), a log line and metrics for each."""
 
 import contextlib
+import logging
 import re
 import secrets
 import time
@@ -21,7 +22,7 @@ tracing: Any = None
 with contextlib.suppress(ModuleNotFoundError):  # the extra `otel`
     from opentelemetry import trace as tracing
 
-log = structlog.stdlib.get_logger("coop_plan.requests")
+log = logging.getLogger("coop_plan.requests")
 
 
 def trace_of(traceparent: str) -> tuple[str, str]:
@@ -80,14 +81,14 @@ class Telemetry:
                 route = getattr(scope.get("route"), "path", "unknown")
                 caller = getattr(scope.get("state", {}).get("caller"), "name", "")
                 self._metrics.observe_request(method, route, status, seconds, cache)
-                log.info(
-                    "request",
-                    method=method,
-                    route=route,
-                    status=status,
-                    seconds=round(seconds, 6),
-                    bytes=sent,
-                    caller=caller,
-                    client=(scope.get("client") or ("",))[0],
-                    cache=cache,
-                )
+                fields = {
+                    "method": method,
+                    "route": route,
+                    "status": status,
+                    "seconds": round(seconds, 6),
+                    "bytes": sent,
+                    "caller": caller,
+                    "client": (scope.get("client") or ("",))[0],
+                    "cache": cache,
+                }
+                log.info("request", extra=fields)
