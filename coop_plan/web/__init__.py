@@ -10,6 +10,7 @@ import hashlib
 import html
 import json
 import re
+from collections.abc import Collection
 from importlib import resources
 from typing import Any
 
@@ -26,25 +27,39 @@ _PAGE = """<!DOCTYPE html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
 <title>{title}</title>
-<style>{style}</style>
+{styles}
 </head>
 <body>
 <main>
 <h1>{title}</h1>
-</main>
-<script type="application/json" id="data">{data}</script>
-<script type="module">{script}</script>
+{content}</main>
+{scripts}
 </body>
 </html>
 """
+
+_ENTRY = """<script type="application/json" id="data">{data}</script>
+<script type="module">{script}</script>"""
 
 
 def page(entry: str, title: str, data: Any) -> str:
     """The HTML page that calls `start(data)` of the module `entry` (`show.js`)."""
     # In a script element only "</" and "<!--" could end or change what follows.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    styles = f"<style>{_source('page.css')}</style>"
+    scripts = _ENTRY.format(data=text, script=script(entry))
+    return _PAGE.format(title=html.escape(title), styles=styles, content="", scripts=scripts)
+
+
+def linked_page(title: str, content: str, files: Collection[str]) -> str:
+    """The HTML page with this content that links the style sheets and scripts of `files`."""
+    styles = [f'<link rel="stylesheet" href="{file}">' for file in files if file.endswith(".css")]
+    scripts = [f'<script src="{file}"></script>' for file in files if file.endswith(".js")]
     return _PAGE.format(
-        title=html.escape(title), style=_source("page.css"), data=text, script=script(entry)
+        title=html.escape(title),
+        styles="\n".join(styles),
+        content=f"{content}\n",
+        scripts="\n".join(scripts),
     )
 
 

@@ -9,6 +9,13 @@ const LANES = ["compute", "to host", "from host"];
 const COMPUTE = 0;
 const WAIT = 3; // index of the engine in planner/inspect/drawing.py
 
+// The same labels, equal ones as one string, which is faster to compare.
+function shared(labels) {
+  const found = new Map();
+  for (const text of labels) if (!found.has(text)) found.set(text, text);
+  return labels.map((text) => found.get(text));
+}
+
 export class Bands {
   // `map` is the memory map above, whose window and horizontal axis the bands follow.
   constructor(map) {
@@ -18,7 +25,7 @@ export class Bands {
     const modules = (data.sources ?? []).map((source) => splitSource(source)[0].split("."));
     const depth = modules.reduce((most, path) => Math.max(most, path.length), 1);
     // By depth and op: the first parts of the op's module.
-    this.modules = Array.from({ length: depth }, (_, i) => modules.map((path) => path.slice(0, i + 1).join(".")));
+    this.modules = Array.from({ length: depth }, (_, i) => shared(modules.map((path) => path.slice(0, i + 1).join("."))));
     this.runs = data.runs ?? [];
     this.copies = (data.engine ?? []).flatMap((engine, m) => (engine === COMPUTE ? [] : [m]));
     const hasModules = this.runs.length > 0 && this.modules[0].some(Boolean);
@@ -33,14 +40,14 @@ export class Bands {
   // Stretches of pixels with equal, non-empty labels of ops, as [from, to, label]. A pixel has the
   // label of the latest op that ran up to its moment.
   stretches(labels) {
-    const { map } = this;
+    const { columns, width } = this.map;
     const found = [];
-    for (let pixel = 0; pixel < map.width; pixel += 1) {
-      const op = this.runs[map.columns[pixel]] ?? -1;
+    let last = null;
+    for (let pixel = 0; pixel < width; pixel += 1) {
+      const op = this.runs[columns[pixel]] ?? -1;
       const text = op < 0 ? "" : labels[op];
-      const last = found.at(-1);
-      if (last && last[2] === text) last[1] = pixel + 1;
-      else found.push([pixel, pixel + 1, text]);
+      if (last?.[2] === text) last[1] = pixel + 1;
+      else found.push((last = [pixel, pixel + 1, text]));
     }
     return found.filter(([, , text]) => text);
   }

@@ -6,7 +6,7 @@ import { Gestures } from "./gestures.js";
 import { Minimap } from "./minimap.js";
 import { MomentTable, rowsAt } from "./moment.js";
 import { KINDS, colours, onTheme } from "./palette.js";
-import { Raster, manyPixels, pixel } from "./raster.js";
+import { ANY, Raster, Rectangles, pixel } from "./raster.js";
 import { bytes, element, micros, ticks } from "./units.js";
 
 const LEFT = 74;
@@ -51,9 +51,13 @@ export class MemoryMap {
       (a, b) => data.begin[a] - data.begin[b] || data.offset[a] - data.offset[b],
     );
     this.index();
-    this.hasOutside = data.outside?.some(Boolean);
+    this.hasOutside = data.outside.some(Boolean);
+    this.moving = Float64Array.from(data.live, (size, moment) => size + data.outside[moment]);
     this.shown = new Uint8Array(this.count).fill(1);
     this.raster = new Raster();
+    this.curveRaster = new Raster();
+    this.rectangles = new Rectangles(data, this.order);
+    this.encode();
     this.observer = new ResizeObserver(() => this.draw());
     this.observer.observe(this.drawing);
     onTheme(() => this.draw());
@@ -90,6 +94,26 @@ export class MemoryMap {
       const found = named || (op[i] >= 0 && byOp[op[i]]);
       this.shown[i] = found && (!kinds || kinds.has(kind[i])) && (!only || only.has(tensor[i])) ? 1 : 0;
     }
+    this.encode();
+  }
+
+  // Set the colours of rectangles: those of `pixels`, hidden ones first.
+  encode() {
+    const { kind } = this.data;
+    const colours = kind ? KINDS.length : ANY.length;
+    this.order.forEach((i, k) => {
+      this.rectangles.code[k] = this.shown[i] * colours + (kind ? kind[i] : i % colours);
+    });
+  }
+
+  // Colours of rectangles as pixels, of the theme: hidden ones, then shown ones.
+  pixels(paint) {
+    if (this.pixelsOf !== paint) {
+      this.pixelsOf = paint;
+      const kinds = this.data.kind ? paint.kinds : ANY;
+      this.pixelsFound = Uint32Array.from([0.1, 1].flatMap((alpha) => kinds.map((one) => pixel(one, alpha))));
+    }
+    return this.pixelsFound;
   }
 
   // Rectangles that the filter, kinds and tensors leave, in the order of their begin.
@@ -97,22 +121,23 @@ export class MemoryMap {
     return this.order.filter((i) => this.shown[i]);
   }
 
+  // Places of all moments and of the end on the horizontal axis: steps, or times in µs.
+  axis() {
+    if (this.axisByTime !== this.byTime) {
+      this.axisByTime = this.byTime;
+      const { begin_us: us, end_us: end } = this.data;
+      const at = this.byTime ? (moment) => us[moment] ?? end : (moment) => moment;
+      this.axisFound = Float64Array.from({ length: this.moments + 1 }, (_, moment) => at(moment));
+    }
+    return this.axisFound;
+  }
+
   at(moment) {
-    return this.byTime ? this.data.begin_us[moment] ?? this.data.end_us : moment;
+    return this.axis()[moment];
   }
 
   x(moment) {
     return this.xOf(this.at(moment));
-  }
-
-  // Begin and end of each rectangle on the horizontal axis.
-  edges() {
-    if (this.edgesByTime !== this.byTime) {
-      this.edgesByTime = this.byTime;
-      const { begin, end } = this.data;
-      this.edgesFound = [begin, end].map((moments) => Float64Array.from(moments, (m) => this.at(m)));
-    }
-    return this.edgesFound;
   }
 
   // Horizontal place of a value of the axis: a step, or a time in µs.
@@ -133,11 +158,12 @@ export class MemoryMap {
   }
 
   moment(x) {
-    let low = this.window[0];
-    let high = this.window[1];
+    const axis = this.axis();
+    let [low, high] = this.window;
+    const value = axis[low] + ((x - LEFT) / this.width) * (axis[high] - axis[low]);
     while (high - low > 1) {
       const middle = (low + high) >> 1;
-      if (this.x(middle) <= x) low = middle;
+      if (axis[middle] <= value) low = middle;
       else high = middle;
     }
     return low;
@@ -149,19 +175,24 @@ export class MemoryMap {
     const below = BELOW + this.bands.height;
     const tall = Math.max(340, Math.min(680, Math.round(box * 0.6))) + this.bands.height;
     const sharp = devicePixelRatio || 1;
-    this.canvas.style.height = `${tall}px`;
-    this.canvas.width = Math.round(box * sharp);
-    this.canvas.height = Math.round(tall * sharp);
     const pen = this.canvas.getContext("2d");
-    pen.scale(sharp, sharp);
+    const [wide, high] = [Math.round(box * sharp), Math.round(tall * sharp)];
+    if (this.canvas.width !== wide || this.canvas.height !== high) {
+      this.canvas.style.height = `${tall}px`;
+      [this.canvas.width, this.canvas.height] = [wide, high];
+    }
+    pen.setTransform(sharp, 0, 0, sharp, 0, 0);
+    pen.clearRect(0, 0, box, tall);
+    this.sharp = sharp;
     this.width = box - LEFT - 10;
     this.bottom = tall - below;
     this.height = this.bottom - TOP - CURVE - GAP;
     const paint = colours();
     pen.font = "11px system-ui, sans-serif";
-    this.columns = Array.from({ length: Math.ceil(this.width) + 1 }, (_, i) => this.moment(LEFT + i + 0.5));
-    this.axes(pen, paint);
-    this.rectangles(pen, paint);
+    this.columns ??= [];
+    this.columns.length = Math.ceil(this.width) + 1;
+    for (let i = 0; i < this.columns.length; i += 1) this.columns[i] = this.moment(LEFT + i + 0.5);
+    this.addressesAndBuffers(pen, paint);
     this.curve(pen, paint);
     this.marks(pen, paint);
     this.bands.draw(pen, paint, this.bottom + BELOW);
@@ -215,22 +246,27 @@ export class MemoryMap {
     pen.restore();
   }
 
-  axes(pen, paint) {
-    pen.strokeStyle = paint.line;
+  // The rectangles with the lines and labels of the axes.
+  addressesAndBuffers(pen, paint) {
+    const { raster, rectangles, sharp, window } = this;
+    const [lowest, highest] = this.addresses;
+    raster.clear(Math.round(this.width * sharp), Math.round(this.height * sharp));
+    rectangles.rows(raster, lowest, highest);
+    rectangles.places(this.axis());
+    rectangles.paint(raster, ...window, this.pixels(paint));
+    const space = ticks(highest - lowest, 6, true)[1] || highest - lowest;
+    const labels = [];
+    for (let tick = Math.ceil(lowest / space) * space; tick <= highest; tick += space) {
+      const row = Math.floor(raster.high * (1 - (tick - lowest) / (highest - lowest)));
+      raster.under(Math.min(row, raster.high - 1), pixel(paint.line));
+      labels.push(tick);
+    }
+    raster.put(pen, Math.round(LEFT * sharp), Math.round(this.bottom * sharp) - raster.high);
     pen.fillStyle = paint.soft;
     pen.textAlign = "right";
-    const [lowest, highest] = this.addresses;
-    const space = ticks(highest - lowest, 6, true)[1] || highest - lowest;
-    for (let tick = Math.ceil(lowest / space) * space; tick <= highest; tick += space) {
-      const y = Math.round(this.y(tick)) + 0.5;
-      pen.beginPath();
-      pen.moveTo(LEFT, y);
-      pen.lineTo(LEFT + this.width, y);
-      pen.stroke();
-      pen.fillText(bytes(tick), LEFT - 6, y + 4);
-    }
+    for (const tick of labels) pen.fillText(bytes(tick), LEFT - 6, Math.round(this.y(tick)) + 4.5);
     pen.textAlign = "left";
-    const [from, to] = this.window;
+    const [from, to] = window;
     const words = this.byTime
       ? [micros(this.at(from)), micros(this.at(to))]
       : [`step ${from}`, `step ${to}`];
@@ -239,46 +275,22 @@ export class MemoryMap {
     pen.fillText(words[1], LEFT + this.width, this.bottom + 16);
   }
 
-  rectangles(pen, paint) {
-    const { begin, end, offset, size, kind } = this.data;
-    const { shown, raster, window } = this;
-    const [starts, ends] = this.edges();
-    const sharp = devicePixelRatio || 1;
-    raster.clear(Math.round(this.width * sharp), Math.round(this.height * sharp));
-    const { wide, high } = raster;
-    const [low, past] = window;
-    const [first, last] = [this.at(low), this.at(past)];
-    const [lowest, highest] = this.addresses;
-    const [scaleX, scaleY] = [wide / (last - first || 1), high / (highest - lowest)];
-    const colour = [0.1, 1].map((alpha) =>
-      kind ? paint.kinds.map((one) => pixel(one, alpha)) : manyPixels(72, alpha),
-    );
-    for (let i = 0; i < this.count; i += 1) {
-      if (end[i] <= low || begin[i] >= past) continue;
-      if (offset[i] >= highest || offset[i] + size[i] <= lowest) continue;
-      raster.paint(
-        (starts[i] - first) * scaleX,
-        (ends[i] - first) * scaleX,
-        high - (offset[i] + size[i] - lowest) * scaleY,
-        high - (offset[i] - lowest) * scaleY,
-        colour[shown[i]][kind ? kind[i] : i % 72],
-      );
-    }
-    pen.imageSmoothingEnabled = false;
-    pen.drawImage(raster.done(), LEFT, this.bottom - this.height, this.width, this.height);
-  }
-
-  // All bytes that count, as [name, colour, bytes at a moment], from the bottom upwards. The arena
-  // counts whole: its live bytes are drawn, and above them the rest of it.
+  // All bytes that count, as [name, colour, base, column]: up to base, or to base and the bytes of
+  // the column at a moment. The fullest is first, and each covers a part of the one before. The
+  // arena counts whole: its live bytes are drawn, and above them the rest of it.
   layers(paint) {
     const { resident, live, arena, outside } = this.data;
-    const fixed = resident.map(([kind, size], i) => [`${kind}s`, paint.resident[i % 3], () => size]);
+    let base = 0;
+    const fixed = resident.map(([kind, size], i) => {
+      base += size;
+      return [`${kind}s`, paint.resident[i % 3], base];
+    });
     return [
-      ...fixed,
-      ["arena, live", paint.accent, (m) => live[m]],
-      ["arena, free", paint.line, (m) => Math.max(0, arena - live[m])],
-      ["outputs outside", paint.kinds[KINDS.indexOf("output")], (m) => outside[m]],
-    ].filter(([name]) => name !== "outputs outside" || this.hasOutside);
+      ["outputs outside", paint.kinds[KINDS.indexOf("output")], base + arena, outside],
+      ["arena, free", paint.line, base + arena],
+      ["arena, live", paint.accent, base, live],
+      ...fixed.reverse(),
+    ].slice(this.hasOutside ? 0 : 1);
   }
 
   // The peak, its moment and its parts, in words.
@@ -300,37 +312,37 @@ export class MemoryMap {
   // The stacked curve of all that counts, on one axis with the budget. Of the moments that share a
   // pixel the fullest is drawn.
   curve(pen, paint) {
-    const { live, outside, budget, peak } = this.data;
+    const { budget, peak } = this.data;
+    const { columns, moving, curveRaster: raster, sharp, window } = this;
     const most = Math.max(1, this.used(peak), budget);
     const floor = TOP + CURVE;
     this.level = (size) => floor - (size / most) * (CURVE - 14);
-    const { columns, window } = this;
-    const at = [];
+    raster.clear(Math.round(this.width * sharp), Math.round(CURVE * sharp));
+    const fullest = new Int32Array(raster.wide);
     for (let first = 0; first < columns.length - 1; ) {
       let past = first + 1;
       while (past < columns.length - 1 && columns[past] === columns[first]) past += 1;
       const next = past < columns.length - 1 ? columns[past] : Math.max(columns[first] + 1, window[1]);
-      let fullest = columns[first];
-      for (let m = fullest + 1; m < next; m += 1) {
-        if (live[m] + outside[m] > live[fullest] + outside[fullest]) fullest = m;
-      }
-      at.push([LEFT + first, LEFT + past, fullest]);
+      let found = columns[first];
+      for (let m = found + 1; m < next; m += 1) if (moving[m] > moving[found]) found = m;
+      fullest.fill(found, Math.round(first * sharp), Math.round(past * sharp));
       first = past;
     }
-    const below = at.map(() => 0);
+    const row = (size) => Math.round((this.level(size) - TOP) * sharp);
+    const rows = new Int16Array(raster.wide);
+    const layers = this.layers(paint);
+    const height = (i, m) => (layers[i] ? layers[i][2] + (layers[i][3]?.[m] ?? 0) : 0);
     pen.textAlign = "right";
-    for (const [name, colour, size] of this.layers(paint)) {
-      const [low, high] = [below[0], below[0] + size(at[0]?.[2] ?? 0)].map((part) => this.level(part));
-      pen.fillStyle = paint.soft;
-      if (low - high > 9) pen.fillText(name, LEFT - 6, (low + high) / 2 + 4);
-      pen.fillStyle = colour;
-      at.forEach(([x, past, m], i) => {
-        const low = this.level(below[i]);
-        below[i] += size(m);
-        pen.fillRect(x, this.level(below[i]), past - x, low - this.level(below[i]));
-      });
-    }
     pen.fillStyle = paint.soft;
+    layers.forEach(([name, colour, base, column], i) => {
+      if (column) {
+        for (let x = 0; x < rows.length; x += 1) rows[x] = row(base + column[fullest[x]]);
+        raster.below(rows, pixel(colour));
+      } else raster.fill(0, raster.wide, row(base), raster.high, pixel(colour));
+      const [high, low] = [height(i, fullest[0]), height(i + 1, fullest[0])].map((size) => this.level(size));
+      if (low - high > 9) pen.fillText(name, LEFT - 6, (low + high) / 2 + 4);
+    });
+    raster.put(pen, Math.round(LEFT * sharp), Math.round(TOP * sharp));
     if (!budget) pen.fillText(bytes(most), LEFT - 6, this.level(most) + 4);
   }
 

@@ -16,8 +16,17 @@ export const MEANINGS = {
   output: "leaves the step",
 };
 
+const DARKNESS = matchMedia("(prefers-color-scheme: dark)");
+
+let known = null; // colours of the theme
+
+// Colours of the theme, the same object until the system switches.
 export function colours() {
-  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  known ??= ofTheme(DARKNESS.matches);
+  return known;
+}
+
+function ofTheme(dark) {
   const style = getComputedStyle(document.documentElement);
   return {
     kinds: dark ? DARK : LIGHT,
@@ -33,5 +42,8 @@ export function colours() {
 
 // Call `draw` when the system switches between dark and light.
 export function onTheme(draw) {
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  DARKNESS.addEventListener("change", () => {
+    known = null;
+    draw();
+  });
 }

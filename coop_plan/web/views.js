@@ -111,12 +111,12 @@ function differences(maps) {
 
 // State of the maps in the address, so that a link leads to the same view.
 function linked(maps, controls) {
-  let due = 0; // browsers limit changes of the address, and each costs as much as a frame
+  let due = 0; // a change of the address costs as much as a frame: one, when the view rests
   const keep = () => {
-    due ||= setTimeout(write, 100);
+    clearTimeout(due);
+    due = setTimeout(write, 150);
   };
   const write = () => {
-    due = 0;
     const [map] = maps;
     const state = new URLSearchParams();
     if (map.window[1] - map.window[0] < map.moments) state.set("steps", map.window.join("-"));
