@@ -89,7 +89,7 @@ def in_a_reader(graphs: dict[str, Any]) -> None:
         path = Path(folder) / "plans"
         handler = RequestHandler(SqliteStore(path), Limits(), SqliteGraphStore(path))
         for name, graph in graphs.items():
-            handler.solve(_body(graph), "", False, lambda *_: None)
+            handler.solve(_body(graph), "", lambda *_: None)
             for op in graph["ops"]:
                 op["cost_us"] *= 1.01
             document = json.dumps(graph).encode()

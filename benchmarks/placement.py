@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import parser, table, write_csv
-from coop_plan.api.cli.buffers_csv import read_buffers
 from coop_plan.planner.core.arrays import Ints
+from coop_plan.planner.importers.buffers_csv import read_buffers
 from coop_plan.planner.placement import place
 from coop_plan.planner.placement.bound import lower_bound
 from coop_plan.planner.placement.first_fit import first_fit

@@ -1,16 +1,20 @@
 """Planning time and memory by number of ops: CPU seconds, µs an op, and the process's peak.
 
     python -m benchmarks.planning_time [GRAPH ...] [--methods coop-offline,coop,dtr,python-dtr]
+    python -m benchmarks.planning_time [GRAPH ...] --min
 
-GRAPH is `gpt:LAYERS` (36 ops a layer) or a name of `benchmarks.hard_graphs`; without any, GPT to
-300 000 ops and four hard families to 100 000. The budget is half of keep-everything's arena. Each
-row has a process of its own, whose first plan loads the kernels. `growth` is µs an op over those of
-the same family and method at about 10 000 ops. `python-dtr` is a simulation in plain Python.
+GRAPH is `gpt:LAYERS` (36 ops a layer), a name of `benchmarks.hard_graphs` or a file; without any,
+GPT to 300 000 ops and four hard families to 100 000. The budget is half of keep-everything's arena.
+Each row has a process of its own, whose first plan loads the kernels. `growth` is µs an op over
+those of the same family and method at about 10 000 ops. `python-dtr` is a simulation in plain
+Python. With `--min` a row has the smallest budget, its proved bound, and the CPU time of its search
+in plans within half of the arena.
 """
 
 import resource
 import time
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 from benchmarks.hard_graphs import parse_name
@@ -19,7 +23,7 @@ from benchmarks.report import Column, Report, parser, scaled
 from benchmarks.synthetic import gpt
 from coop_plan.planner import METHODS, plan
 from coop_plan.planner.core.problem import Problem
-from coop_plan.schemas import Graph
+from coop_plan.schemas import Graph, parse_graph
 
 PYTHON = "python-dtr"
 
@@ -50,8 +54,22 @@ COLUMNS = (
 )
 
 
+MIN_COLUMNS = (
+    "graph",
+    "ops",
+    Column("budget_bytes", "min, bytes"),
+    Column("bound_bytes", "at least"),
+    Column("overhead", "overhead %", scaled(100, ".2f")),
+    Column("cpu_seconds", "CPU s", ".2f"),
+    Column("plan_cpu_seconds", "of a plan", ".2f"),
+    Column("plans", form=".1f"),
+)
+
+
 def graph_of(name: str) -> Graph:
-    """The graph of a name; raises ValueError if there is none."""
+    """The graph of a name or a file; raises ValueError if there is none."""
+    if name.endswith(".json"):
+        return parse_graph(Path(name).read_bytes())
     kind, _, layers = name.partition(":")
     return gpt(int(layers)) if kind == "gpt" else parse_name(name)
 
@@ -76,6 +94,31 @@ def measure(case: tuple[str, str]) -> dict[str, Any]:
     return about | figures | {"mebibytes": peak // 1024}
 
 
+def measure_min(name: str) -> dict[str, Any]:
+    """Row of the search for a graph's smallest budget, in a process of its own."""
+    graph, small = graph_of(name), gpt(4)
+    for budget in ("60%", "min"):  # loads the kernels
+        plan(small, budget, link="25GB/s" if graph.device.linked else None)
+    problem = Problem.from_graph(graph)
+    half = plan(graph, "100%", method="keep-all").arena_bytes // 2
+    began = time.process_time()
+    plan(graph, problem.fixed_bytes + half)
+    spent = time.process_time() - began
+    began = time.process_time()
+    made = plan(graph, "min")
+    searched = time.process_time() - began
+    return {
+        "graph": Path(name).stem,
+        "ops": len(graph.ops),
+        "budget_bytes": made.budget_bytes,
+        "bound_bytes": made.budget_lower_bound_bytes,
+        "overhead": made.overhead,
+        "cpu_seconds": searched,
+        "plan_cpu_seconds": spent,
+        "plans": searched / spent,
+    }
+
+
 def add_growth(rows: list[dict[str, Any]]) -> None:
     """Set `growth` of each row, if its family and method have a row of about 10 000 ops."""
 
@@ -94,13 +137,19 @@ def main() -> None:
     command = parser(__doc__, "build/planning_time.csv")
     command.add_argument("graphs", nargs="*", metavar="GRAPH", default=GRAPHS)
     command.add_argument("--methods", default="coop-offline")
+    command.add_argument("--min", action="store_true", help="search the smallest budget")
     args = command.parse_args()
     methods = args.methods.split(",")
     unknown = set(methods).difference(METHODS, {PYTHON})
     if unknown:
         command.error(f"no such method: {', '.join(sorted(unknown))}")
-    report = Report(*COLUMNS, progress=True)
+    report = Report(*(MIN_COLUMNS if args.min else COLUMNS), progress=True)
     with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        if args.min:
+            for row in pool.imap(measure_min, args.graphs):
+                report.add(**row)
+            report.finish(args.csv)
+            return
         for row in pool.imap(
             measure, [(name, method) for name in args.graphs for method in methods]
         ):

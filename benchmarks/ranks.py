@@ -4,10 +4,12 @@
 
 Every start uses new processes. One cache is warm from the second start on, in turn that of rank 0
 and that of the last rank; the others are cold. A line reports one start. The first start and failed
-ones list each rank's measured peak and budget in bytes, and whether its numbers are equal. In
-`padded` each rank draws its own lengths, and the function has a collective. Beyond two ranks DDP is
-compared with `aot_eager`: it fills its buckets in the order of the gradients, and that order
-decides the order of the sums. Exits 1 if a start fails.
+ones list each rank's measured peak and budget in bytes, its longest step and the part of that in
+which it waited for another rank's plan, in seconds, and whether its numbers are equal. In `padded`
+each rank draws its own lengths, and the function has a collective. Beyond two ranks DDP is compared
+with `aot_eager`: it fills its buckets in the order of the gradients, and that order decides the
+order of the sums. A start fails if numbers differ, a peak is above its budget, or a rank waited in
+vain or longer than the other ranks' longest step without its waits. Exits 1 if a start fails.
 """
 
 import argparse
@@ -17,8 +19,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
+
+from coop_plan.runtime.distributed import sharing
 
 ROOT = Path(__file__).parents[1]
 SIZE = 96
@@ -92,6 +98,30 @@ def padded(compiled: Callable[[nn.Module], Any] | None) -> tuple[nn.Module, Any]
     return model, model if compiled is None else compiled(model)
 
 
+class Waits:
+    """Seconds of each step, and those in which it waited for a result of another rank."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, float]] = []
+        self._waited = 0.0
+        self._wait = sharing._wait
+        sharing._wait = self._timed
+
+    def _timed(self, *arguments: Any) -> bytes:
+        began = time.monotonic()
+        try:
+            return self._wait(*arguments)
+        finally:
+            self._waited += time.monotonic() - began
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        began, before = time.monotonic(), self._waited
+        yield
+        self.steps.append((time.monotonic() - began, self._waited - before))
+
+
+waits = Waits()
 WAYS = {"ddp": ddp, "fsdp2": fsdp, "padded": padded}
 LENGTHS = (256, 384, 512)
 
@@ -102,11 +132,13 @@ def train(model: nn.Module, called: Any, rank: int) -> list[torch.Tensor]:
     lengths = random.Random(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     left: list[torch.Tensor] = []
+    waits.steps.clear()
     for _ in range(STEPS):
         optimizer.zero_grad()
         length = lengths.choice(LENGTHS) if isinstance(model, Padded) else max(LENGTHS)
-        loss = called(torch.randn(length, SIZE))
-        loss.backward()
+        with waits.step():
+            loss = called(torch.randn(length, SIZE))
+            loss.backward()
         left += [loss.detach(), *(whole(p.grad).clone() for p in model.parameters())]
         optimizer.step()
     return left + [whole(p).detach().clone() for p in model.parameters()]
@@ -139,8 +171,13 @@ def one_rank(rank: int, count: int, folder: Path, budget: str) -> int:
         reports = [report for report in runtime.reports() if report.steps_run]
         last = max(reports, key=lambda report: len(report.graph.ops))  # of one graph, or of all
         within = last.measured_peak_bytes <= last.budget_bytes
-        wrong += not equal or not within
+        longest = [max(waits.steps), max(took - waited for took, waited in waits.steps)]
+        of_all: list[Any] = [None] * count
+        dist.all_gather_object(of_all, longest[1])
+        (took, waited), most = longest[0], max(of_all)
+        wrong += not equal or not within or waited > most or bool(sharing._given_up)
         figures = f"{last.measured_peak_bytes} {last.budget_bytes} {last.plan.recomputed_ops}"
+        figures += f" {took:.1f} {waited:.1f}"
         print(name, rank, figures, "equal" if equal else "DIFFERENT", flush=True)
         torch._dynamo.reset()
     dist.barrier()

@@ -11,7 +11,7 @@ from benchmarks.synthetic import gpt
 from benchmarks.variants import MONET, headline, ms
 from benchmarks.variants import planned as planned_with_variants
 from coop_plan.planner import InfeasibleBudgetError, TimeLimitError, plan
-from coop_plan.planner.fit import ONE_FORWARD, fit, scaled
+from coop_plan.planner.fit import ONE_FORWARD, Budgeting, largest_sizes, scaled
 from coop_plan.runtime.offline_capture.devices import DeviceSpec, device
 from coop_plan.runtime.offline_capture.fake_device import CaptureRequest, capture_for
 from coop_plan.schemas import Graph, InvalidInputError, Plan, format_bytes, load_graph
@@ -235,15 +235,15 @@ def batches(
     memory = CHECKMATE_BYTES if limit is None else spec.memory_bytes - CONTEXT_BYTES
     name = ONE_FORWARD if limit is None else "limit"
     limits = {} if limit is None else {"limit": limit}
-    found = fit(graph_at, first, memory, limits, link).largest[name]
+    found = largest_sizes(graph_at, first, Budgeting(memory, link=link), limits)[name]
     kept = _largest_kept(graph_at(first), graph_at(2 * first), first, memory)
     whole = int(kept)
-    ratio = f"{found.batch / whole:.2f}" if whole else "-"
+    ratio = f"{found.size / whole:.2f}" if whole else "-"
     if limit is not None:
-        return [network, _speed(link), str(whole), str(found.batch), ratio, published]
+        return [network, _speed(link), str(whole), str(found.size), ratio, published]
     costs = "FLOPs" if flops else "roofline"
-    parts = f"{found.batch / kept:.2f}"
-    return [network, costs, f"{kept:.1f}", str(found.batch), ratio, parts, published]
+    parts = f"{found.size / kept:.2f}"
+    return [network, costs, f"{kept:.1f}", str(found.size), ratio, parts, published]
 
 
 def _largest_kept(small: Graph, large: Graph, first: int, memory: int) -> float:

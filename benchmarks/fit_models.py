@@ -1,0 +1,216 @@
+"""Models of published memory figures, for `benchmarks.fits`: written from their configurations."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+LORA_RANK, LORA_DROPOUT = 8, 0.05
+HEAD_ROWS = 128
+"""Positions whose logits LitGPT computes at once when it fine-tunes."""
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm, op by op as in LitGPT."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5)
+        return self.weight * normed.to(x.dtype)
+
+
+class LoraAttention(nn.Module):
+    """Causal attention with rotary positions, and LoRA for queries and values."""
+
+    def __init__(self, width: int, heads: int, rotary: int, bias: bool) -> None:
+        super().__init__()
+        self.heads, self.rotary = heads, rotary
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+        self.down = nn.Parameter(torch.zeros(2 * LORA_RANK, width))
+        self.up = nn.Parameter(torch.zeros(2, width, LORA_RANK))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        low = F.linear(F.dropout(x, LORA_DROPOUT), self.down)
+        adapted = [F.linear(part, up) for part, up in zip(low.chunk(2, -1), self.up, strict=True)]
+        # Its backward keeps the source, as LitGPT's does.
+        columns = torch.arange(3 * width, device=x.device).view(3, width)[::2].flatten()
+        changed = x.new_zeros(batch, length, 3 * width).index_copy(
+            2, columns, torch.cat(adapted, -1)
+        )
+        qkv = self.qkv(x) + changed * 2
+        q, k, v = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k = self._rotated(q, cos, sin), self._rotated(k, cos, sin)
+        made = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(made.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        part, rest = x[..., : self.rotary], x[..., self.rotary :]
+        first, second = part.chunk(2, -1)
+        turned = part * cos + torch.cat((-second, first), -1) * sin
+        return torch.cat((turned.to(x.dtype), rest), -1)
+
+
+class LoraBlock(nn.Module):
+    """A layer of Llama (`gated`), or of GPT-NeoX with attention and MLP side by side."""
+
+    def __init__(self, width: int, heads: int, hidden: int, rotary: int, gated: bool) -> None:
+        super().__init__()
+        self.gated = gated
+        self.attention = LoraAttention(width, heads, rotary, bias=not gated)
+        self.norms = nn.ModuleList(RMSNorm(width) if gated else nn.LayerNorm(width) for _ in "12")
+        self.wide = nn.ModuleList(
+            nn.Linear(width, hidden, bias=not gated) for _ in range(1 + gated)
+        )
+        self.narrow = nn.Linear(hidden, width, bias=not gated)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = self.norms
+        if not self.gated:
+            return self._mlp(second(x)) + self.attention(first(x), cos, sin) + x  # type: ignore[no-any-return]
+        x = x + self.attention(first(x), cos, sin)
+        return x + self._mlp(second(x))
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        if not self.gated:
+            return self.narrow(F.gelu(self.wide[0](x)))  # type: ignore[no-any-return]
+        return self.narrow(F.silu(self.wide[0](x)) * self.wide[1](x))  # type: ignore[no-any-return]
+
+
+class LoraTransformer(nn.Module):
+    """Language model of LitGPT with LoRA; returns the loss, head and loss by rows."""
+
+    def __init__(
+        self,
+        vocabulary: int,
+        layers: int,
+        width: int,
+        heads: int,
+        hidden: int,
+        rotary: float = 1.0,
+        gated: bool = True,
+    ) -> None:
+        super().__init__()
+        turned = int(rotary * width / heads)
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(
+            LoraBlock(width, heads, hidden, turned, gated) for _ in range(layers)
+        )
+        self.norm = RMSNorm(width) if gated else nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.turned = turned
+        self.logits: list[Tensor] = []
+        """A loop has them in a variable until the next step; the graph of a step does not."""
+        self.to(torch.bfloat16)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.endswith((".down", ".up")))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rates = 10000 ** -(torch.arange(0, self.turned, 2, device=ids.device) / self.turned)
+        angles = torch.outer(torch.arange(ids.shape[1], device=ids.device), rates).repeat(1, 2)
+        cos, sin = angles.cos(), angles.sin()
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        x = self.norm(x)
+        logits = [self.head(part) for part in x[:, :-1].split(HEAD_ROWS, 1)]
+        if not torch.compiler.is_compiling():
+            self.logits = logits
+        wanted = ids[:, 1:].split(HEAD_ROWS, 1)
+        losses = [
+            F.cross_entropy(part.flatten(0, 1), row.flatten(), reduction="none")
+            for part, row in zip(logits, wanted, strict=True)
+        ]
+        return torch.cat(losses).mean()
+
+
+def convolution(
+    inputs: int, outputs: int, size: int, stride: int = 1, dilation: int = 1
+) -> nn.Module:
+    """A convolution of the same size, a norm, and a ReLU in place."""
+    padding = size // 2 * dilation
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, size, stride, padding, dilation, bias=False),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(inplace=True),
+    )
+
+
+class Residual(nn.Module):
+    """Residual block of a ResNet: two convolutions of 3 x 3, or a bottleneck."""
+
+    def __init__(
+        self, inputs: int, width: int, bottleneck: bool, stride: int, dilation: int
+    ) -> None:
+        super().__init__()
+        outputs = width * (4 if bottleneck else 1)
+        parts = (
+            [
+                convolution(inputs, width, 1),
+                convolution(width, width, 3, stride, dilation),
+                convolution(width, outputs, 1),
+            ]
+            if bottleneck
+            else [
+                convolution(inputs, width, 3, stride, dilation),
+                convolution(width, outputs, 3, 1, dilation),
+            ]
+        )
+        parts[-1] = parts[-1][:2]  # type: ignore[index]
+        self.parts = nn.Sequential(*parts)
+        self.other: nn.Module = nn.Identity()
+        if stride > 1 or inputs != outputs:
+            self.other = convolution(inputs, outputs, 1, stride)[:2]  # type: ignore[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.parts(x) + self.other(x), inplace=True)
+
+
+class DilatedFCN(nn.Module):
+    """FCN of MMSegmentation: a ResNet of output stride 8 with a deep stem, an auxiliary head."""
+
+    def __init__(self, depths: Sequence[int], bottleneck: bool, classes: int = 19) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            convolution(3, 32, 3, 2),
+            convolution(32, 32, 3),
+            convolution(32, 64, 3),
+            nn.MaxPool2d(3, 2, 1),
+        )
+        self.stages, at = nn.ModuleList(), 64
+        for stage, depth in enumerate(depths):
+            width, blocks = 64 << stage, []
+            for number in range(depth):
+                stride = 2 if stage == 1 and number == 0 else 1
+                # The first block of a dilated stage has half the dilation.
+                dilation = max(1, (1 << max(0, stage - 1)) >> (number == 0))
+                blocks.append(Residual(at, width, bottleneck, stride, dilation))
+                at = width * (4 if bottleneck else 1)
+            self.stages.append(nn.Sequential(*blocks))
+        inner, third = (512, at // 2) if bottleneck else (128, at // 2)
+        self.convolutions = nn.Sequential(convolution(at, inner, 3), convolution(inner, inner, 3))
+        self.joined = convolution(at + inner, inner, 3)
+        self.classes = nn.Sequential(nn.Dropout2d(0.1), nn.Conv2d(inner, classes, 1))
+        self.auxiliary = nn.Sequential(
+            convolution(third, inner // 2, 3),
+            nn.Dropout2d(0.1),
+            nn.Conv2d(inner // 2, classes, 1),
+        )
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        x, found = self.stem(images), []
+        for stage in self.stages:
+            x = stage(x)
+            found.append(x)
+        main = self.classes(self.joined(torch.cat((x, self.convolutions(x)), 1)))
+        return self._loss(main, labels) + 0.4 * self._loss(self.auxiliary(found[2]), labels)
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        large = F.interpolate(logits, labels.shape[1:], mode="bilinear", align_corners=False)
+        return F.cross_entropy(large, labels, ignore_index=255, reduction="none").mean()
