@@ -14,7 +14,7 @@ SHELL := bash
 export NO_MKDOCS_2_WARNING := 1
 
 .PHONY: help demo cluster test test-fast test-oldest test-newest lint format pictures docs coverage bench papers \
-  gpu-bundle clean fits
+  digests gpu-bundle clean fits
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -119,6 +119,17 @@ gpu-bundle: $(READY) ## Collect the wheels for the checks on a GPU machine into 
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir .gpu .
 	@du -sh .gpu
 
+# Images whose publishers move their tags. That of the service is pinned where it is pushed.
+IMAGES := python:3.11-slim redis:7-alpine nginx:1-alpine
+
+digests: ## Pin the images of docker/ by digest, for a release (needs docker and a registry)
+	@for image in $(IMAGES); do \
+	  digest=$$(docker buildx imagetools inspect --format '{{.Manifest.Digest}}' $$image) || exit; \
+	  sed -i -E "s|$$image(@sha256:[0-9a-f]+)?|$$image@$$digest|" docker/Dockerfile docker/*.yaml \
+	    docker/kubernetes/*.yaml; \
+	  echo "$$image@$$digest"; \
+	done
+
 # The mark is written last, so an interrupted set-up is resumed.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "coop-plan needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -134,7 +145,7 @@ $(READY): pyproject.toml constraints.txt
 	sed '/^torch==/d; /^setuptools==/d' constraints.txt > build/$*.txt
 	.venv-$*/bin/python -m pip install --quiet --constraint build/$*.txt --requirement requirements-$*.txt \
 	  --editable '.[client,server,torch,demo]' \
-	  accelerate lightning peft hypothesis pytest pytest-timeout pytest-xdist
+	  accelerate lightning peft hypothesis pytest pytest-rerunfailures pytest-timeout pytest-xdist
 	@touch $@
 
 clean: ## Remove .venv and build outputs

@@ -1,4 +1,6 @@
 import fcntl
+import shutil
+from types import CodeType
 
 import numba
 import pytest
@@ -9,6 +11,23 @@ from tests.support import make_graph
 
 settings.register_profile("any machine", deadline=None)  # no test asserts seconds
 settings.load_profile("any machine")
+
+
+MEASURES = {"process_bytes", "process_time", "getrusage", "measured_peak_bytes"}
+"""Names of measurements. Threads of libraries, garbage of earlier tests and other processes of the
+machine disturb them: a test that reads one itself may fail twice before it counts as failed."""
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if MEASURES & names(item.function.__code__):
+            item.add_marker(pytest.mark.flaky(reruns=2))
+
+
+def names(code):
+    """Names that a function and the functions in it read."""
+    inner = (part for part in code.co_consts if isinstance(part, CodeType))
+    return set(code.co_names).union(*map(names, inner))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,6 +45,20 @@ def compiled_kernels(tmp_path_factory):
         for method in ("coop", "coop-offline"):
             plan(graph, "min", method=method)
         plan(graph, "min", method="coop-offline", time_limit=1)  # what a deadline alone runs
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, if it is installed."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("needs chromium")
+    with playwright.sync_playwright() as driver:
+        # In a container there is no sandbox for root.
+        started = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield started
+        started.close()
 
 
 @pytest.fixture(scope="session")
