@@ -1,5 +1,6 @@
 """Plans whose ops run in any order that they may, for what runs them."""
 
+import itertools
 import time
 from dataclasses import replace
 
@@ -21,7 +22,14 @@ STEPS = 3000
 
 
 def shuffled_plan(graph, options, *, seed=0):
-    """The ops of a step, and some of them again, in an order that a Metropolis search ends at."""
+    """The ops of a step, and some of them again, in an order that a Metropolis search ends at.
+
+    The search weighs measured costs, so of few ops it may end at the program's order: then another seed."""
+    plans = (plan_at_seed(graph, options, 1000 * attempt + seed) for attempt in itertools.count())
+    return next(plan for plan in plans if is_shuffled(graph, plan))
+
+
+def plan_at_seed(graph, options, seed):
     problem = Problem.from_graph(graph, options.alignment, options.outputs)
     program = np.arange(problem.op_count)
     state = new_state(problem, 3 * program.size + 100, ANYWHERE)
