@@ -183,6 +183,20 @@ def test_blocks_that_cannot_meet_a_share_each_are_planned_as_one(caplog):
     assert report.measured_peak_bytes <= report.budget_bytes
 
 
+@pytest.mark.parametrize("budget", ["60%", "min"])
+def test_a_strict_share_of_blocks_is_of_their_iteration(budget, caplog):
+    """Before its joint plan the blocks exceed what each of them takes: a line tells."""
+    model = of_blocks()
+    for block in model:
+        block.compile(backend="coop", options={"budget": budget, "strict": True})
+    for _ in range(4):
+        model.zero_grad()
+        model(torch.randn(256, 16)).square().mean().backward()
+    assert "the next one is planned" in caplog.text
+    (report,) = iterations()
+    assert report.measured_peak_bytes <= report.budget_bytes
+
+
 def test_a_generator_waits_while_its_critic_learns():
     """It gave its memory up when the critic was called; its iteration goes on with what it made."""
 

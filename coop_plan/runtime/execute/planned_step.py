@@ -27,7 +27,7 @@ from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment
 from coop_plan.runtime.gradients.held_gradients import HeldGradients, handed_over, held_in_place
 from coop_plan.runtime.gradients.undefined import Undefined, outputs_used_within
 from coop_plan.runtime.iteration.joint_plan import RecordedCall
-from coop_plan.runtime.iteration.recorder import TOLERANCE
+from coop_plan.runtime.iteration.recorder import TOLERANCE, IterationRecorder
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport
@@ -79,6 +79,7 @@ class PlannedStep:
         self._captured = captured
         self._call = call
         self._strict = options.strict
+        self._in_bytes = options.plan.budget.kind == "bytes"
         budget, name = plan.budget_bytes, report.name
         self._held_gradients = HeldGradients(captured, now, options, budget, name, history)
         self._finished: tuple[weakref.ref[Memory], CompiledPlan] | None = None
@@ -409,7 +410,7 @@ class PlannedStep:
             self._handed, over = True, False
         outside = 0
         if over:
-            self._report_excess(counters)
+            self._report_excess(counters, pool_of(invocation).recorder)
             if not watched:
                 compiled.measure_outside = True
             # All of it, not only the excess: the next plan may use what this one left free.
@@ -439,13 +440,17 @@ class PlannedStep:
                     f" other calls, some of which wait for their backward ({waiting}): those"
                     " without one belong under torch.no_grad()"
                 )
-            if self._strict:
+            if self._is_error(recorder):
                 raise BudgetExceededError(text)
             if recorder.will_plan:
                 log.warning("%s; once each call has its backward, the next one is planned", text)
             else:
                 log.warning("%s", text)
         return peak
+
+    def _is_error(self, recorder: IterationRecorder) -> bool:
+        """True if an excess is an error. A share is of the peak of all graphs of an iteration."""
+        return self._strict and (self._in_bytes or not recorder.will_plan_jointly)
 
     def _excess(self) -> str:
         report = self.report
@@ -454,11 +459,11 @@ class PlannedStep:
             f" of its budget of {format_bytes(report.budget_bytes)}"
         )
 
-    def _report_excess(self, counters: Counters) -> None:
+    def _report_excess(self, counters: Counters, recorder: IterationRecorder) -> None:
         text = self._excess()
         if counters.stray_count:
             text += f"; outside the plan: {self.report.outside_plan}"
-        self._raise_or_warn(text)
+        self._tell(text, self._is_error(recorder))
 
     def _report_strays(self, counters: Counters) -> None:
         """Report allocations outside the plan on CUDA, where only their sum is counted.
@@ -474,11 +479,11 @@ class PlannedStep:
         )
         if counters.conflict_slot >= 0:
             text += f"; {self.report.outside_plan}"
-        self._raise_or_warn(text)
+        self._tell(text, self._strict)
 
-    def _raise_or_warn(self, text: str) -> None:
-        """Raise if the budget is strict, else warn once."""
-        if self._strict:
+    def _tell(self, text: str, error: bool) -> None:
+        """Raise, or warn once."""
+        if error:
             raise BudgetExceededError(text)
         self._warn(text)
 

@@ -263,6 +263,11 @@ class IterationRecorder:
         known = self._orders.get(now.steps[0], {}).values()
         return sum(bool(order.calls) for order in known) < ORDERS_PLANNED_AT_ONCE
 
+    @property
+    def will_plan_jointly(self) -> bool:
+        """True if this iteration has several calls and is planned at its end."""
+        return len(self._now.calls) > 1 and self.will_plan
+
     def shared_memory(self) -> Memory | None:
         """The memory of the joint plan that this iteration runs."""
         return next((f.memory for f in self._now.waiting()), None)
