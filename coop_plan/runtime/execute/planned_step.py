@@ -463,7 +463,7 @@ class PlannedStep:
         text = self._excess()
         if counters.stray_count:
             text += f"; outside the plan: {self.report.outside_plan}"
-        self._tell(text, self._is_error(recorder))
+        self._raise_or_warn(text, self._is_error(recorder))
 
     def _report_strays(self, counters: Counters) -> None:
         """Report allocations outside the plan on CUDA, where only their sum is counted.
@@ -479,9 +479,9 @@ class PlannedStep:
         )
         if counters.conflict_slot >= 0:
             text += f"; {self.report.outside_plan}"
-        self._tell(text, self._strict)
+        self._raise_or_warn(text, self._strict)
 
-    def _tell(self, text: str, error: bool) -> None:
+    def _raise_or_warn(self, text: str, error: bool) -> None:
         """Raise, or warn once."""
         if error:
             raise BudgetExceededError(text)
