@@ -246,7 +246,9 @@ def main() -> int:
             outside = eager.outside_step(
                 sum(tensor.bytes for tensor in graph.tensors if tensor.resident)
             )
-            smallest = plan(graph, "min").peak_bytes + outside if arguments.smallest else None
+            smallest = None
+            if arguments.smallest:
+                smallest = plan(graph, "min", link=0).peak_bytes + outside
             difference = eager.peak_bytes * GIGA / setup.published_gb - 1
             unexplained += abs(difference) > TOLERANCE and not setup.reason
             report.add(

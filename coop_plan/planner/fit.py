@@ -67,7 +67,8 @@ class Largest:
 def fit(graph: Graph, budget: Budgeting) -> Fit:
     """Plan a step within a budget, and search the smallest one."""
     kept = plan(graph, "100%", method="keep-all", outputs=budget.outputs)
-    return Fit(kept, plan(graph, "min", outputs=budget.outputs), budget.plan(graph))
+    least = plan(graph, "min", outputs=budget.outputs, link=budget.link)
+    return Fit(kept, least, budget.plan(graph))
 
 
 def largest_sizes(

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
-from coop_plan.planner.core.arrays import Ints
+import numpy as np
+
+from coop_plan.planner.core.arrays import Ints, to_arrays
 from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.lifetimes import trace
 from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
-from coop_plan.planner.exact.model.variants import restore_variants, without_pairs
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.placement.layout import WORK, Layout, lay_out
 from coop_plan.schemas.units import Budget
@@ -39,16 +41,35 @@ def lay_out_everything(
     A block of a pair is harder to place, and ends as high as its first buffer, so the layout
     without pairs may be smaller.
     """
-    layout = lay_out(keep_all_schedule(problem), capacity, work=work, order_hint=order_hint)
-    placement = layout.placement
-    for alone in () if placement.fits else without_pairs(problem, MAX_OPS_APART):
-        apart = lay_out(keep_all_schedule(alone), capacity, work=work, order_hint=order_hint)
+    schedule = keep_all_schedule(problem)
+    layout = lay_out(schedule, capacity, work=work, order_hint=order_hint)
+    for fewer in () if layout.placement.fits else _with_fewer_pairs(schedule):
+        apart = lay_out(fewer, capacity, work=work, order_hint=order_hint)
         bound = min(layout.placement.lower_bound, apart.placement.lower_bound)
         if apart.placement.peak < layout.placement.peak:
-            restored = restore_variants(problem, range(problem.op_count), apart.placed)
-            layout = Layout(restored, apart.placement)
+            layout = apart
         layout = layout._replace(placement=replace(layout.placement, lower_bound=bound))
     return layout
+
+
+def _with_fewer_pairs(schedule: Schedule) -> list[Schedule]:
+    """The schedule without the pairs whose output is smaller, and without any, if it has such."""
+    problem, arrays = schedule.problem, to_arrays(schedule.problem)
+    equal = arrays.size[arrays.shares_out] == arrays.size[arrays.shares_in]
+    choices = [] if equal.all() else [equal]
+    if equal.any() and problem.op_count <= MAX_OPS_APART:
+        choices.append(np.zeros(equal.size, dtype=np.bool_))
+    found = []
+    for kept in choices:
+        before = np.append(0, kept.cumsum())
+        fewer = arrays._replace(
+            shares_ptr=before[arrays.shares_ptr],
+            shares_out=arrays.shares_out[kept],
+            shares_in=arrays.shares_in[kept],
+        )
+        lifetimes = trace(fewer, schedule.do, schedule.what)
+        found.append(replace(schedule, trace=lifetimes))
+    return found
 
 
 def reference_layout(problem: Problem, budget: Budget) -> Layout:

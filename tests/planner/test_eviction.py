@@ -38,10 +38,9 @@ def run(problem: Problem, params: EvictionParams, share: float, settings: Settin
 
 def drawn(problem: Problem, seed: int, alpha: float, cap: bool, foresee: bool) -> Settings:
     """Settings whose weights leave no two scores equal."""
-    price = np.arange(problem.op_count + 1, dtype=np.float64)
     uses = to_arrays(problem).uses.size + 1
     weight = np.exp(np.random.default_rng(seed).normal(0.0, 0.1, uses))
-    return Settings(price, weight, alpha, cap, foresee)
+    return Settings(weight, alpha, cap, foresee)
 
 
 @settings(max_examples=100, deadline=None)

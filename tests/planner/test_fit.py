@@ -4,7 +4,7 @@ import pytest
 
 from coop_plan.planner import plan
 from coop_plan.planner.fit import ONE_FORWARD, Budgeting, fit, largest_sizes, scaled
-from coop_plan.schemas import InvalidInputError, parse_graph
+from coop_plan.schemas import Device, InvalidInputError, parse_graph
 
 LAYERS = 6
 
@@ -87,6 +87,15 @@ def test_a_link_makes_room_for_a_larger_batch():
     assert linked.size > alone.size
     assert linked.plan.swapped_bytes > 0 == alone.plan.swapped_bytes
     assert linked.plan.peak_bytes <= memory
+
+
+@pytest.mark.parametrize("link", [0, 10**12])
+def test_the_smallest_budget_uses_the_same_link_as_the_plan_within(link):
+    """With the device's own link it was a budget that fit could not plan within."""
+    graph = chain(4).model_copy({"device": Device(d2h_bytes_per_s=1e12, h2d_bytes_per_s=1e12)})
+    least = fit(graph, Budgeting(1 << 20, link=link)).least
+    assert (least.swapped_bytes > 0) == (link > 0)
+    assert fit(graph, Budgeting(least.peak_bytes, link=link)).planned is not None
 
 
 def test_where_nothing_fits_there_is_no_batch():

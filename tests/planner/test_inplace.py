@@ -114,6 +114,16 @@ def test_keep_everything_needs_no_more_than_without_pairs(graph, outputs, unit):
     assert Schedule.of(mine.problem, mine.schedule.variants).cost_us == mine.cost_us
 
 
+def test_keep_everything_without_pairs_takes_no_problem_of_its_own(monkeypatch):
+    """A second problem of 1 000 ops takes as long as the first."""
+    problem = Problem.from_graph(narrowing(pairs=True))
+    made = []
+    monkeypatch.setattr(Problem, "with_places", lambda *rest: made.append(rest))
+    layout = lay_out_everything(problem)
+    assert layout.placed.problem is problem
+    assert (made, layout.placed.arena_bytes) == ([], 9 * MIB)
+
+
 def least(graph, budget, method, unit):
     try:
         made = plan(graph, budget, method=method, alignment=unit, outputs="arena")

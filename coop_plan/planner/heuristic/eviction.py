@@ -7,8 +7,8 @@ evicted tensor will be recomputed from it. When an op does not fit, the live ten
 
 is evicted. The closure is the set of ops to run again for the tensor's next use, given the current
 residents; with `foresee` tensors that will be dead by then do not count as residents. The distance
-to that use is measured in a price per program position that the caller sets. A tensor's next use
-includes those of evicted tensors that are recomputed from it.
+to that use is a number of program positions. A tensor's next use includes those of evicted tensors
+that are recomputed from it.
 
 Closures and next uses are cached per tensor and updated only after a change nearby. If many tensors
 are live, one scan selects a pool of victims for several evictions, from a heap by score
@@ -315,15 +315,7 @@ def _score(a: Arrays, s: EvictionState, t: int, missing: int, position: int) -> 
         foreseen = s.tensor[c.NEXT_USE, t] if s.foresee else -1
         s.value[c.CLOSURE, t] = closure_cost(a, s, t, foreseen) * s.weight[slot]
         s.value[c.DENSITY, t] = s.value[c.CLOSURE, t] / a.size[t]
-    ops = a.ops
-    distance = s.price[min(s.tensor[c.NEXT_USE, t], ops)] - s.price[position] + s.least_distance
-    # Square roots are several times faster than a power.
-    if s.alpha == 0.5:
-        distance = np.sqrt(distance)
-    elif s.alpha == 0.25:
-        distance = np.sqrt(np.sqrt(distance))
-    elif s.alpha != 1.0:
-        distance = distance**s.alpha
+    distance = s.power[min(s.tensor[c.NEXT_USE, t], a.ops) - position]
     if s.cap and a.size[t] > missing:
         return float(s.value[c.CLOSURE, t] / (missing * distance))
     return float(s.value[c.DENSITY, t] / distance)

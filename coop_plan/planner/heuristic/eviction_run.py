@@ -18,11 +18,9 @@ from coop_plan.planner.heuristic.params import EvictionParams
 class Settings:
     """Scoring settings of a run; see `planner.heuristic.eviction`.
 
-    `price` is a prefix sum over program positions, n + 1 entries; `weight` a factor per entry of
-    `Arrays.uses`, plus one.
+    `weight` is a factor per entry of `Arrays.uses`, plus one.
     """
 
-    price: Floats
     weight: Floats
     alpha: float
     cap: bool
@@ -81,6 +79,7 @@ class Runner:
         self._scratch = np.empty(max(n, count) + 2, dtype=np.int64)
         self._event = np.empty(events, dtype=np.int64)
         self._pair = np.empty((2, pairs), dtype=np.int64)
+        self._powers: dict[float, Floats] = {}
         self.failed_op = -1
         self.timed_out = False
         """True if a run ended because of the time limit."""
@@ -97,16 +96,14 @@ class Runner:
         state = EvictionState(
             budget=budget,
             small=budget // params.small_divisor,
-            alpha=settings.alpha,
             cap=settings.cap,
             foresee=settings.foresee,
-            least_distance=params.least_distance,
             closure_ops=params.closure_ops,
             unneeded_ancestors=params.unneeded_ancestors,
             pool_min_live=params.pool_min_live,
             heap_min_live=params.heap_min_live,
             pool_max_age=params.pool_max_age,
-            price=settings.price,
+            power=self._power(settings.alpha),
             weight=settings.weight,
             expected=np.zeros(settings.weight.size),
             paid=np.zeros(settings.weight.size),
@@ -137,3 +134,10 @@ class Runner:
                 return None
         events = self._event[: state.counts[c.EVENTS]].copy()
         return Record(cost, events, state.expected, state.paid)
+
+    def _power(self, alpha: float) -> Floats:
+        """Each distance of up to n positions to the power of `alpha`, computed once."""
+        if alpha not in self._powers:
+            least, n = self.params.least_distance, self.arrays.ops
+            self._powers[alpha] = np.array([(d + least) ** alpha for d in range(n + 1)])
+        return self._powers[alpha]

@@ -8,26 +8,24 @@ from coop_plan.planner.core.arrays import Floats, FloatTable, Ints, IntTable
 class EvictionState(NamedTuple):
     """Settings, state and record of an eviction run.
 
-    `budget` and `small` are bytes; tensors below `small` bytes are evicted last. `price` is a
-    prefix sum over program positions, `weight` a factor per entry of `Arrays.uses` and one for
-    tensors without a further use. With `cap` a victim's bytes count up to the missing bytes. With
-    `foresee` a closure includes the ops for tensors that will be dead by then. The six fields
-    after `foresee` are those of `EvictionParams`. `pool` holds the best victims of the last scan.
-    `expected` and `paid` are those of `planner.heuristic.eviction_run.Record`.
+    `budget` and `small` are bytes; tensors below `small` bytes are evicted last. `power[d]` is
+    distance^alpha for a distance of d positions, `weight` a factor per entry of `Arrays.uses` and
+    one for tensors without a further use. With `cap` a victim's bytes count up to the missing
+    bytes. With `foresee` a closure includes the ops for tensors that will be dead by then. The five
+    fields after `foresee` are those of `EvictionParams`. `pool` holds the best victims of the last
+    scan. `expected` and `paid` are those of `planner.heuristic.eviction_run.Record`.
     """
 
     budget: int
     small: int
-    alpha: float
     cap: bool
     foresee: bool
-    least_distance: float
     closure_ops: int
     unneeded_ancestors: int
     pool_min_live: int
     heap_min_live: int
     pool_max_age: int
-    price: Floats
+    power: Floats
     weight: Floats
     expected: Floats
     paid: Floats

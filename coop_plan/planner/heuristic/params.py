@@ -52,7 +52,7 @@ class EvictionParams(Params):
     """Most program positions for which a pool of victims is used."""
 
     least_distance: Positive = 1e-9
-    """Added to each distance, in the unit of its price, so that none is 0."""
+    """Added to each distance, in program positions, so that none is 0."""
 
     max_recomputes_per_op: Size = 8
     """Most recomputes, as a multiple of the program's ops, before a run is abandoned."""

@@ -75,10 +75,9 @@ class Portfolio:
         self.params = params
         self.arrays: Arrays = to_arrays(problem)
         self.runner = Runner(self.arrays, params.eviction, lambda: self.request.out_of_time())
-        price = np.arange(problem.op_count + 1, dtype=np.float64)
         weight = np.ones(self.arrays.uses.size + 1)
         rules = params.portfolio.rules
-        self.settings = [Settings(price, weight, *rule) for rule in rules]
+        self.settings = [Settings(weight, *rule) for rule in rules]
         self.best = _Incumbent()
         self.lowest_peak: Candidate | None = None
         """The candidate with the lowest live peak."""

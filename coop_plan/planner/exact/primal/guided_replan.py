@@ -35,12 +35,11 @@ class GuidedReplan:
         portfolio.best.cost_us = min(portfolio.best.cost_us, cost_limit_us)
         before = portfolio.best.found
         weight = self._weights(plan)
-        price = np.arange(portfolio.problem.op_count + 1, dtype=np.float64)
         for share in self._params.arenas:
             for alpha in self._params.alphas:
                 if portfolio.request.out_of_time():
                     break
-                settings = Settings(price, weight, alpha, cap=False, foresee=False)
+                settings = Settings(weight, alpha, cap=False, foresee=False)
                 portfolio.consider(int(portfolio.request.arena_bytes * share), settings)
         found = portfolio.best.found
         if found is None or found is before:

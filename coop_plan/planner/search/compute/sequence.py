@@ -118,7 +118,7 @@ def allocate(
     ops, tensors = a.reads_ptr.size - 1, a.size.size
     program_accesses = int(a.reads_ptr[ops] + a.makes_ptr[ops])
     max_accesses = int((np.diff(a.reads_ptr) + np.diff(a.makes_ptr)).max(initial=1))
-    fill = max(MIN_BLOCK_EVENTS, math.isqrt(max_events) // 2)
+    fill = max(MIN_BLOCK_EVENTS, math.isqrt(max_events) // 4)
     blocks, width = max_events // fill + 2, 2 * fill + params.max_insertion
     evictable = (a.evictable == 1) & (recomputable[a.producer] == 1)
     accesses = 4 * program_accesses + 64 * max_accesses + max_events
