@@ -73,6 +73,8 @@ class StepReport:
     profile_seconds: float = 0.0
     profiled_ops: int = 0
     """Ops that had to be measured, since no profile of them was cached."""
+    kernels: str = "eager"
+    """"fused" if Inductor's regions are ops of the plan."""
     plan_cached: bool = False
     """True if the plan was read from the cache and verified."""
     plan_seconds: float = 0.0
@@ -180,7 +182,8 @@ class StepReport:
         ]
 
     def _title(self) -> str:
-        return f"{self.name}: {self.method} ({self.status}), {self.steps_run} steps run"
+        kernels = ", fused kernels" if self.kernels == "fused" else ""
+        return f"{self.name}: {self.method} ({self.status}){kernels}, {self.steps_run} steps run"
 
     @classmethod
     def of(

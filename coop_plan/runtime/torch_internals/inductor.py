@@ -1,0 +1,85 @@
+"""Inductor as the compiler of one small graph of ATen ops, outside the traces of AOTAutograd."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import tracing
+from torch._inductor import config
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+BoxedKernel = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+"""Compiled graph: takes its inputs in one list, which it clears, and returns its outputs."""
+
+SETTINGS: dict[str, Any] = {"emulate_precision_casts": True, "deterministic": True}
+"""Inductor's settings: results of each op are rounded as in eager, no kernel is chosen by timing.
+
+Assumed: `make_fx` reads the first one, too, and marks the ops whose results are rounded."""
+
+
+@contextmanager
+def _outside_traces() -> Iterator[FakeTensorMode]:
+    """A fake mode apart from the trace that a backend of Dynamo runs in.
+
+    Assumed: AOTAutograd's tracing context is thread-local, and Inductor writes to it.
+    """
+    with tracing(None), torch.no_grad(), _disable_current_modes(), config.patch(SETTINGS):
+        yield FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def decomposed(run: Callable[..., Any], examples: Sequence[Any]) -> fx.Graph:
+    """Graph of `run` on the fake tensors `examples`, in the ops that Inductor compiles."""
+    with _outside_traces(), examples[0].fake_mode:
+        return _traced(run, examples).graph
+
+
+def compile_graph(graph: fx.Graph, examples: Sequence[torch.Tensor]) -> BoxedKernel:
+    """Compile a graph that returns a tuple of tensors, for inputs with the layouts of `examples`.
+
+    Its results have eager's layouts. Inductor's cache on disk is used.
+
+    Assumed: `compile_fx_inner` takes the layouts of results from the output node's meta; inputs
+    that are static are not copied for alignment; the result's `current_callable` is the function
+    of the generated code.
+
+    Raises:
+        Exception: of any type, if Inductor or its compiler fails.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner  # takes a second to import
+
+    with _outside_traces() as mode:
+        inputs = [_like(value, mode) for value in examples]
+        module = _traced(fx.GraphModule({}, graph), inputs)
+        output = next(iter(reversed(module.graph.nodes)))
+        output.meta["original_output_strides"] = [v.meta["val"].stride() for v in output.args[0]]
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        static = range(len(inputs))
+        made: Any = compile_fx_inner(module, inputs, static_input_idxs=static, is_inference=True)
+    kernel: BoxedKernel = made.current_callable
+    return kernel
+
+
+def settings_digest() -> str:
+    """Digest of all settings of Inductor that change its code."""
+    with config.patch(SETTINGS):
+        return str(config.get_hash().hex())
+
+
+def _traced(run: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    from torch._inductor.decomposition import select_decomp_table
+
+    traced: fx.GraphModule = make_fx(run, select_decomp_table())(*inputs)
+    traced.graph.eliminate_dead_code()
+    return traced
+
+
+def _like(value: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor of a mode, with the layout of `value` in a storage of the same size."""
+    size = value.untyped_storage().nbytes() // value.element_size()
+    with mode:
+        whole = torch.empty(size, dtype=value.dtype, device=value.device)
+        return whole.as_strided(value.shape, value.stride(), value.storage_offset())
