@@ -98,6 +98,14 @@ def coop(
         )
         return unplanned_calls.count_unplanned(gm)
 
+    if parsed.kernels == "fused" and is_symbolic(gm):
+        parsed = replace(parsed, kernels="eager")
+        log.log(
+            first.history[function].level("sizes"),
+            "%s: input sizes change: all but the first run eager kernels, not fused ones",
+            lines.begin,
+        )
+
     def compile_static(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         shape = shape_of(graph, inputs)
         another = first.shapes.get(function, shape) != shape
@@ -140,18 +148,11 @@ def coop(
         graph: fx.GraphModule, examples: Sequence[Any], inputs: Sequence[Any]
     ) -> ForAllSizes:
         every = AllSizes(graph, examples, inputs)
-        options = replace(parsed, kernels="eager")
-        if parsed.kernels == "fused":
-            log.log(
-                first.history[function].level("sizes"),
-                "%s: input sizes change: other sizes than the first run eager kernels",
-                lines.begin,
-            )
 
         def planned(joint: fx.GraphModule, *, any_sizes: bool = False) -> AtNumbers:
             of = first.history[function]
             compilation = _Compilation(
-                *(options, pools, lines, first, of), hooked=hooked, any_sizes=any_sizes
+                *(parsed, pools, lines, first, of), hooked=hooked, any_sizes=any_sizes
             )
             with use_costs(first.costs[function]):
                 step = compilation.plan(joint, every.num_fwd_outputs, every.static_inputs)

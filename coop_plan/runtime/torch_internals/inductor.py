@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import tracing
+from torch._functorch import config as functorch_config
+from torch._guards import TracingContext, tracing
 from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 BoxedKernel = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -23,12 +25,21 @@ Assumed: `make_fx` reads the first one, too, and marks the ops whose results are
 
 @contextmanager
 def _outside_traces() -> Iterator[FakeTensorMode]:
-    """A fake mode apart from the trace that a backend of Dynamo runs in.
+    """A fake mode and tracing context apart from those that a backend of Dynamo runs in.
 
-    Assumed: AOTAutograd's tracing context is thread-local, and Inductor writes to it.
+    Assumed: the tracing context is thread-local; Inductor writes to it. Its code is cached on disk
+    if the context's fake mode may have symbols, and AOTAutograd's cache (`kept_traces`) does not
+    bundle it.
     """
-    with tracing(None), torch.no_grad(), _disable_current_modes(), config.patch(SETTINGS):
-        yield FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with (
+        tracing(TracingContext(mode)),
+        torch.no_grad(),
+        _disable_current_modes(),
+        config.patch(SETTINGS),
+        functorch_config.patch(bundled_autograd_cache=False),
+    ):
+        yield mode
 
 
 def decomposed(run: Callable[..., Any], examples: Sequence[Any]) -> fx.Graph:
