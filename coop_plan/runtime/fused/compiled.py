@@ -1,7 +1,9 @@
 """The compiled ops of fused regions, one for all regions of equal structure."""
 
 import hashlib
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -29,7 +31,8 @@ def compiled_op(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> OpOverload:
     Raises:
         CaptureError: Inductor cannot compile the region, as without a compiler.
     """
-    name, device = f"fused_{_digest(graph, inputs)}", inputs[0].device
+    results: Any = next(iter(reversed(graph.nodes))).args[0]
+    name, device = f"fused_{_digest(graph, inputs)}", results[0].meta["val"].device
     with _lock:
         if name not in _ops:
             try:
@@ -51,14 +54,15 @@ def compiled_op(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> OpOverload:
 
 
 def _digest(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> str:
+    """Digest of all that a region's code depends on but the index of its device."""
     numbers = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     lines = [settings_digest(), torch.__version__, str(torch.get_num_threads())]
     for value in inputs:
-        layout = Layout.of(value)._replace(device=torch.device(value.device.type))
-        lines.append(f"{tuple(layout)} {value.untyped_storage().nbytes()}")
+        lines.append(f"{Layout.of(value)} {value.untyped_storage().nbytes()}")
     lines += [
         f"{node.target} {fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)}"
         for node in graph.nodes
         if node.op != "placeholder"
     ]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    text = re.sub(r"(device\(type='\w+'), index=\d+", r"\1", "\n".join(lines))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
