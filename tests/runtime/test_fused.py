@@ -66,7 +66,9 @@ class Convolutions(nn.Module):
     def forward(self, x):
         x = F.relu(self.batch_norm(self.first(x)))
         y = F.interpolate(F.max_pool2d(x, 2), scale_factor=2)
-        return F.silu(self.group_norm(self.second(torch.cat([x, y], 1)[:, 4:12])) + x).square().mean()
+        return (
+            F.silu(self.group_norm(self.second(torch.cat([x, y], 1)[:, 4:12])) + x).square().mean()
+        )
 
 
 def ids():
@@ -369,7 +371,9 @@ def test_other_input_sizes_run_eager_kernels(caplog):
     first, *others = runtime.reports()
     assert first.kernels == "fused"
     assert {report.kernels for report in others} == {"eager"}
-    warned = [r for r in caplog.records if r.levelname == "WARNING" and "eager kernels" in r.message]
+    warned = [
+        r for r in caplog.records if r.levelname == "WARNING" and "eager kernels" in r.message
+    ]
     assert len(warned) == 1
 
 

@@ -94,7 +94,7 @@ class Planner:
             return best
         else:
             try:
-                other = exact._within(best.plan.budget_bytes).plan(eager)
+                other = exact.within(best.plan.budget_bytes).plan(eager)
             except InfeasibleBudgetError:
                 return best
         return min(best, other, key=lambda found: (found.plan.budget_bytes, found.plan.cost_us))
@@ -104,13 +104,14 @@ class Planner:
     ) -> FirstPlan:
         """The plan if `fused` cannot meet the budget."""
         try:
-            return replace(self._within(reason.budget_bytes), raised="").plan(eager)
+            return replace(self.within(reason.budget_bytes), raised="").plan(eager)
         except InfeasibleBudgetError:
             if self.options.plan.budget.kind == "bytes":
                 raise
-        least = self._within(None).better(fused, eager)
+        least = self.within(None).better(fused, eager)
         log_raised(self.raised, least.plan, reason, self.history)
         return least
 
-    def _within(self, budget_bytes: int | None) -> "Planner":
+    def within(self, budget_bytes: int | None) -> "Planner":
+        """This planner with a budget in bytes; None for the smallest feasible one."""
         return replace(self, options=self.options.within(budget_bytes))

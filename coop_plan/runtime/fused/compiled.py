@@ -57,8 +57,7 @@ def _digest(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> str:
     """Digest of all that a region's code depends on but the index of its device."""
     numbers = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     lines = [settings_digest(), torch.__version__, str(torch.get_num_threads())]
-    for value in inputs:
-        lines.append(f"{Layout.of(value)} {value.untyped_storage().nbytes()}")
+    lines += [f"{Layout.of(value)} {value.untyped_storage().nbytes()}" for value in inputs]
     lines += [
         f"{node.target} {fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)}"
         for node in graph.nodes

@@ -5,18 +5,10 @@ The result of a norm can then be computed again from its input and the statistic
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from coop_plan.runtime.fused.ops import GETITEM, is_fusible
-from coop_plan.runtime.torch_internals.inductor import decomposed
-
-NORMS = (
-    torch.ops.aten.native_layer_norm.default,
-    torch.ops.aten.native_group_norm.default,
-    torch.ops.aten._native_batch_norm_legit_functional.default,
-    torch.ops.aten._fused_rms_norm.default,
-)
+from coop_plan.runtime.torch_internals.inductor import NORMS, decomposed
 
 
 def decompose_norms(graph: fx.Graph) -> None:

@@ -7,46 +7,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from coop_plan.runtime.torch_internals.inductor import (
+    CREATIONS,
+    MOVES,
+    REDUCTIONS,
+    UNTAGGED_POINTWISE,
+    UNTAGGED_VIEWS,
+)
 from coop_plan.runtime.torch_internals.ops import OpOverload, is_mutable, is_view_op, tree_flatten
 
 GETITEM = operator.getitem
-
-_aten = torch.ops.aten
-_prims = torch.ops.prims
-
-_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten._reshape_alias.default}
-
-_REDUCTIONS = {
-    *(_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.var, _aten.var_mean, _aten.any),
-    *(_aten.all, _aten.argmax, _aten.logsumexp, _aten.linalg_vector_norm),
-    *(_aten._softmax, _aten._log_softmax),
-    *(_aten._softmax_backward_data, _aten._log_softmax_backward_data),
-    *(_aten.native_layer_norm, _aten.native_layer_norm_backward),
-    *(_aten.native_group_norm, _aten.native_group_norm_backward),
-    *(_aten._native_batch_norm_legit_functional, _aten.native_batch_norm_backward),
-    *(_aten._fused_rms_norm, _aten._fused_rms_norm_backward),
-    *(_aten.nll_loss_forward, _aten.nll_loss_backward),
-}
-"""Ops that Inductor decomposes into reductions and pointwise ops."""
-
-CREATIONS = {
-    *(_aten.full, _aten.zeros, _aten.ones, _aten.arange, _aten.scalar_tensor),
-    *(_aten.full_like, _aten.zeros_like, _aten.ones_like),
-}
-"""Ops whose results depend on no element of a tensor."""
-
-_MOVES = {
-    *(_aten.clone, _aten._to_copy, _aten.copy, _aten.cat, _aten.stack, _aten.repeat),
-    *(_aten.constant_pad_nd, _aten.slice_backward, _aten.select_backward),
-    *(_aten.slice_scatter, _aten.select_scatter, _aten.tril, _aten.triu),
-    *(_aten.upsample_nearest2d, _aten.upsample_nearest2d_backward),
-}
-"""Ops that copy elements to places that depend on no element."""
-
-_POINTWISE = {
-    *(_aten.where, _aten.masked_fill, _aten.clone, _aten._to_copy, _prims.convert_element_type),
-}
-"""Pointwise ops without the tag."""
 
 _DTYPES = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool),
@@ -60,7 +30,7 @@ def is_view(node: fx.Node) -> bool:
         return False
     if node.target is GETITEM:
         return is_view(_first(node))
-    return node.target in _VIEWS or is_view_op(node.target)
+    return node.target in UNTAGGED_VIEWS or is_view_op(node.target)
 
 
 def storage_of(node: fx.Node) -> fx.Node:
@@ -81,7 +51,7 @@ def is_pointwise(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload):
         return False
-    return torch.Tag.pointwise in target.tags or target.overloadpacket in _POINTWISE
+    return torch.Tag.pointwise in target.tags or target.overloadpacket in UNTAGGED_POINTWISE
 
 
 def is_creation(node: fx.Node) -> bool:
@@ -102,7 +72,7 @@ def is_fusible(node: fx.Node) -> bool:
         return False
     if target.namespace not in ("aten", "prims"):
         return False
-    if not (is_pointwise(node) or target.overloadpacket in _REDUCTIONS | CREATIONS | _MOVES):
+    if not (is_pointwise(node) or target.overloadpacket in REDUCTIONS | CREATIONS | MOVES):
         return False
     made = tensors_of(node)
     read = [value for arg in node.all_input_nodes for value in tensors_of(storage_of(arg))]

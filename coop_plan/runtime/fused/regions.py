@@ -28,9 +28,8 @@ from coop_plan.runtime.fused.ops import (
     is_view,
     producer_of,
 )
+from coop_plan.runtime.torch_internals.inductor import UNTAGGED_VIEWS
 from coop_plan.runtime.torch_internals.joint_graphs import checkpoint_of
-
-_aten = torch.ops.aten
 
 
 def fuse_regions(module: fx.GraphModule, num_fwd_outputs: int) -> None:
@@ -108,8 +107,8 @@ class Region:
             placed[node] = graph.placeholder(f"input_{len(placed)}")
         for node in dict.fromkeys((*body, *results.values())):
             placed[node] = graph.node_copy(node, placed.__getitem__)
-            if node.target in (_aten.view.default, _aten._unsafe_view.default):
-                placed[node].target = _aten.reshape.default  # the measured layout may need a copy
+            if node.target in UNTAGGED_VIEWS:
+                placed[node].target = torch.ops.aten.reshape.default  # may need a copy as measured
         graph.output(tuple(placed[node] for node in results.values()))
         return cls(members, inside, graph, list(inputs), list(results.values()))
 

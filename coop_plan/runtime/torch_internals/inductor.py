@@ -14,6 +14,52 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
+_aten = torch.ops.aten
+_prims = torch.ops.prims
+
+UNTAGGED_VIEWS = {_aten.view.default, _aten._unsafe_view.default}
+"""Ops that return a view, also if their schema does not say so. `view` may become `reshape`."""
+
+REDUCTIONS = {
+    *(_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.var, _aten.var_mean, _aten.any),
+    *(_aten.all, _aten.argmax, _aten.logsumexp, _aten.linalg_vector_norm),
+    *(_aten._softmax, _aten._log_softmax),
+    *(_aten._softmax_backward_data, _aten._log_softmax_backward_data),
+    *(_aten.native_layer_norm, _aten.native_layer_norm_backward),
+    *(_aten.native_group_norm, _aten.native_group_norm_backward),
+    *(_aten._native_batch_norm_legit_functional, _aten.native_batch_norm_backward),
+    *(_aten._fused_rms_norm, _aten._fused_rms_norm_backward),
+    *(_aten.nll_loss_forward, _aten.nll_loss_backward),
+}
+"""Ops that Inductor decomposes into reductions and pointwise ops."""
+
+CREATIONS = {
+    *(_aten.full, _aten.zeros, _aten.ones, _aten.arange, _aten.scalar_tensor),
+    *(_aten.full_like, _aten.zeros_like, _aten.ones_like),
+}
+"""Ops whose results depend on no element of a tensor."""
+
+MOVES = {
+    *(_aten.clone, _aten._to_copy, _aten.copy, _aten.cat, _aten.stack, _aten.repeat),
+    *(_aten.constant_pad_nd, _aten.slice_backward, _aten.select_backward),
+    *(_aten.slice_scatter, _aten.select_scatter, _aten.tril, _aten.triu),
+    *(_aten.upsample_nearest2d, _aten.upsample_nearest2d_backward),
+}
+"""Ops that copy elements to places that depend on no element."""
+
+UNTAGGED_POINTWISE = {
+    *(_aten.where, _aten.masked_fill, _aten.clone, _aten._to_copy, _prims.convert_element_type),
+}
+"""Pointwise ops without the tag."""
+
+NORMS = (
+    _aten.native_layer_norm.default,
+    _aten.native_group_norm.default,
+    _aten._native_batch_norm_legit_functional.default,
+    _aten._fused_rms_norm.default,
+)
+"""Ops whose decompositions by Inductor are statistics and pointwise ops."""
+
 BoxedKernel = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 """Compiled graph: takes its inputs in one list, which it clears, and returns its outputs."""
 
