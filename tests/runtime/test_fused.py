@@ -261,7 +261,7 @@ def test_a_machine_without_a_compiler_runs_eager_kernels(monkeypatch, caplog, tm
 
 
 def test_a_wrong_value_is_refused():
-    with pytest.raises(Exception, match='kernels must be "eager" .* or "fused"'):
+    with pytest.raises(Exception, match=r'kernels must be "eager" .* or "fused"'):
         fused("60%", kernels="inductor")(nn.Linear(2, 2))(torch.ones(2))
 
 

@@ -113,5 +113,5 @@ class Planner:
         return least
 
     def within(self, budget_bytes: int | None) -> "Planner":
-        """This planner with a budget in bytes; None for the smallest feasible one."""
+        """Planner of the same for a budget in bytes; None for the smallest feasible one."""
         return replace(self, options=self.options.within(budget_bytes))
