@@ -328,7 +328,6 @@ def plan_captured(
         profiled_ops=sum(each.profiled_ops for each in both),
         plan_cached=found.cached,
         plan_seconds=time.perf_counter() - began,
-        kernels="fused" if fused is not None and captured.module is fused.module else "eager",
     )
     if report.resident_bytes + captured.profiling_bytes > report.budget_bytes + TOLERANCE:
         log.warning(

@@ -10,6 +10,9 @@ from coop_plan.schemas import Graph, Plan, format_bytes
 if TYPE_CHECKING:
     from coop_plan.runtime.capture.joint_graph import Captured
 
+FUSED_NAME = "coop_plan.fused_"
+"""Part of the names of fused regions (`fused.compiled`)."""
+
 
 class ScalarWriter(Protocol):
     """Interface of `torch.utils.tensorboard.SummaryWriter`."""
@@ -73,8 +76,6 @@ class StepReport:
     profile_seconds: float = 0.0
     profiled_ops: int = 0
     """Ops that had to be measured, since no profile of them was cached."""
-    kernels: str = "eager"
-    """"fused" if Inductor's regions are ops of the plan."""
     plan_cached: bool = False
     """True if the plan was read from the cache and verified."""
     plan_seconds: float = 0.0
@@ -99,6 +100,11 @@ class StepReport:
         if self.last_step_us is None:
             return None
         return self.last_step_us + self.measured_offload_stall_us + self.measured_prefetch_stall_us
+
+    @property
+    def kernels(self) -> str:
+        """Kernels of the plan: "fused" if fused regions are ops of it, else "eager"."""
+        return "fused" if any(FUSED_NAME in op.name for op in self.graph.ops) else "eager"
 
     @property
     def peak_moment(self) -> int:

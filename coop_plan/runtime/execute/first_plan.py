@@ -84,6 +84,7 @@ class Planner:
             planner.InfeasibleBudgetError: neither can meet the budget.
         """
         exact = replace(self, raised="")
+        eager = replace(eager, graph=shared_costs(eager.graph))  # ranks choose alike
         try:
             best = exact.plan(fused)
         except InfeasibleBudgetError as error:

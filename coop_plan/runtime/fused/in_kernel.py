@@ -56,10 +56,11 @@ def recompute_in_kernels(graph: fx.Graph, forward: set[fx.Node], results: set[fx
 
 def _recipe(node: fx.Node, given: set[fx.Node]) -> list[fx.Node] | None:
     """Nodes, in order, that make `node` of what the backward is given; None if no few do."""
-    found: dict[fx.Node, None] = {}
+    found: list[fx.Node] = []
+    seen: set[fx.Node] = set()
 
     def add(needed: fx.Node) -> bool:
-        if needed in found or needed.op in ("placeholder", "get_attr"):
+        if needed in seen or needed.op in ("placeholder", "get_attr"):
             return True
         small = bytes_of(needed) * SMALL <= bytes_of(node)
         if needed is not node and not is_view(needed) and (small or needed in given):
@@ -67,12 +68,13 @@ def _recipe(node: fx.Node, given: set[fx.Node]) -> list[fx.Node] | None:
         made = is_pointwise(needed) or is_creation(needed)
         if not (is_view(needed) or (made and is_fusible(needed))):
             return False
-        if len(found) >= MOST_OPS or not all(map(add, needed.all_input_nodes)):
+        seen.add(needed)
+        if len(seen) > MOST_OPS or not all(map(add, needed.all_input_nodes)):
             return False
-        found[needed] = None
+        found.append(needed)
         return True
 
-    return list(found) if add(node) else None
+    return found if add(node) else None
 
 
 def _copy_into_backward(

@@ -1,8 +1,6 @@
 """Ops that a region may contain, and the storages that values of a joint graph share."""
 
 import operator
-from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import fx
@@ -87,18 +85,6 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
 def bytes_of(node: fx.Node) -> int:
     """Bytes of the elements of a node's tensors."""
     return sum(value.numel() * value.element_size() for value in tensors_of(node))
-
-
-def ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
-    """The given nodes and all that they are computed from."""
-    found: set[fx.Node] = set()
-    stack = [node for node in nodes if isinstance(node, fx.Node)]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
 
 
 def _first(node: fx.Node) -> fx.Node:
