@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,6 @@ from coop_plan.runtime.capture.joint_graph import Captured, capture_joint
 from coop_plan.runtime.capture.kept_trace import Joint, KeptTrace
 from coop_plan.runtime.capture.sized_numbers import Numbers
 from coop_plan.runtime.capture.tracing_rules import as_eager
-from coop_plan.runtime.distributed.collectives import group_of
-from coop_plan.runtime.distributed.sharing import shared_costs
 from coop_plan.runtime.dynamic_shapes.dispatch import AllSizes
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.dynamic_shapes.specialize import (
@@ -34,12 +33,12 @@ from coop_plan.runtime.dynamic_shapes.specialize import (
     shape_of,
 )
 from coop_plan.runtime.dynamic_shapes.symbolic_trace import signature
+from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.execute.arena_pool import ArenaPools, arena_pools_of, release_idle
-from coop_plan.runtime.execute.find_plan import plan_for
+from coop_plan.runtime.execute.first_plan import Planner
 from coop_plan.runtime.execute.lower_to_fx import stubs
 from coop_plan.runtime.execute.planned_step import PlannedStep
-from coop_plan.runtime.gradients import capture_adjust
-from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment
+from coop_plan.runtime.fused.regions import fuse_regions
 from coop_plan.runtime.iteration.recorder import TOLERANCE
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
@@ -53,7 +52,7 @@ from coop_plan.runtime.torch_internals.dynamo import (
     make_tracing_flag_thread_local,
 )
 from coop_plan.runtime.torch_internals.dynamo_graphs import assigns_data, uses_functorch_grad
-from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed
+from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed, copy_of
 from coop_plan.runtime.torch_internals.kept_traces import slot_compiler
 from coop_plan.runtime.variants.passes import PASSES_FOR_ANY_SIZES, VARIANT_PASSES
 from coop_plan.schemas import format_bytes
@@ -98,6 +97,14 @@ def coop(
             lines.begin,
         )
         return unplanned_calls.count_unplanned(gm)
+
+    if parsed.kernels == "fused" and is_symbolic(gm):
+        parsed = replace(parsed, kernels="eager")
+        log.log(
+            first.history[function].level("sizes"),
+            "%s: input sizes change: all but the first run eager kernels, not fused ones",
+            lines.begin,
+        )
 
     def compile_static(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         shape = shape_of(graph, inputs)
@@ -200,7 +207,7 @@ class _Compilation:
 
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """AOTAutograd's function for a static graph, traced now or in an earlier start."""
-        trace = KeptTrace(graph, inputs)
+        trace = KeptTrace(graph, inputs, self.options.kernels)
         if self.sign or not trace.can_be_kept:
             return self._traced(graph, inputs, lambda compiler: compiler)
         self.trace = trace
@@ -256,11 +263,24 @@ class _Compilation:
     ) -> Captured:
         passes = PASSES_FOR_ANY_SIZES if self.any_sizes else VARIANT_PASSES
         variants = passes if self.options.variants else None
-        captured = capture_joint(joint, num_fwd_outputs, static_inputs, variants=variants)
+        capture = partial(
+            capture_joint,
+            num_fwd_outputs=num_fwd_outputs,
+            static_inputs=static_inputs,
+            variants=variants,
+        )
+        fused = None
+        if self.options.kernels == "fused":
+            try:
+                fused = capture(copy_of(joint), fuse=fuse_regions)
+            except CaptureError as error:
+                log.warning("%s: its graph runs eager kernels: %s", self.lines.begin, error)
+        captured = capture(joint)
         captured.any_sizes = self.any_sizes
         self.step = plan_captured(
             *(captured, self.options, self.pools, self.lines, self.call, self.history),
             hooked=self.hooked,
+            fused=fused,
         )
         return captured
 
@@ -288,49 +308,25 @@ def plan_captured(
     history: ShapeHistory,
     *,
     hooked: bool = False,
+    fused: Captured | None = None,
 ) -> PlannedStep:
     """Plan a captured step, verify the plan, and make it runnable.
 
     If the budget is infeasible and all leaves are `hooked`, hooks are assumed to consume gradients.
+    `fused` is the step over fused regions, which runs if its plan is better.
     """
     began = time.perf_counter()
     if captured.device.type == "cuda":
         options = options.on_cuda()
-
-    raised = f"{lines.begin}: this graph"
-    consumed = frozenset(capture_adjust.consumable(captured)) if hooked else frozenset()
-    if any(group_of(node) for node in captured.ops):
-        consumed = frozenset()
-    now = MemoryEnvironment()
-    captured = under = replace(captured, graph=shared_costs(captured.graph))
-    try:
-        made, cached = plan_for(
-            *(captured.graph, options),
-            raised="" if consumed else raised,
-            history=history,
-            checkpoints=captured.checkpoints,
-        )
-    except InfeasibleBudgetError as error:
-        if not consumed:
-            raise
-        now = MemoryEnvironment(consumed=consumed)
-        under = capture_adjust.under(captured, now)
-        try:
-            made, cached = plan_for(under.graph, options.within(error.budget_bytes))
-        except InfeasibleBudgetError:
-            if options.plan.budget.kind == "bytes":
-                raise error from None
-            made, cached = plan_for(
-                *(under.graph, options),
-                raised=raised,
-                history=history,
-                checkpoints=under.checkpoints,
-            )
+    planner = Planner(options, history, f"{lines.begin}: this graph", hooked)
+    found = planner.plan(captured) if fused is None else planner.better(fused, captured)
+    both = [captured] if fused is None else [captured, fused]
+    captured, under, now, made = found.captured, found.under, found.environment, found.plan
     report = StepReport.of(
         *(f"step {len(reports())}", under.graph, made, under.resident_in_step),
-        profile_seconds=captured.profile_seconds,
-        profiled_ops=captured.profiled_ops,
-        plan_cached=cached,
+        profile_seconds=sum(each.profile_seconds for each in both),
+        profiled_ops=sum(each.profiled_ops for each in both),
+        plan_cached=found.cached,
         plan_seconds=time.perf_counter() - began,
     )
     if report.resident_bytes + captured.profiling_bytes > report.budget_bytes + TOLERANCE:

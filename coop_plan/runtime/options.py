@@ -25,6 +25,10 @@ VALUES = {
         "error": "a server that is away is an error",
         "local": "the step is then planned in this process",
     },
+    "kernels": {
+        "eager": "each op runs eager's kernel, with eager's bits",
+        "fused": "Inductor compiles regions of ops, where the plan is better with them",
+    },
     "outputs": {
         "gradients": "gradients in the arena, outputs of the forward outside it",
         "outside": "all outputs outside it",
@@ -45,6 +49,8 @@ class Options:
         server: URL of a service that makes the plans.
         server_fallback: without the server, "error" fails and "local" plans in this process.
         variants: capture variants of ops with bitwise equal results, for the plan to choose from.
+        kernels: "eager" runs eager's kernels; "fused" also captures the step over regions that
+            Inductor compiles, and takes the better plan.
     """
 
     plan: PlanOptions
@@ -53,6 +59,7 @@ class Options:
     server: str | None = None
     server_fallback: Literal["error", "local"] = "error"
     variants: bool = False
+    kernels: Literal["eager", "fused"] = "eager"
 
     def within(self, budget_bytes: int | None) -> "Options":
         """These options with a budget in bytes; None for the smallest feasible one."""

@@ -10,6 +10,9 @@ from coop_plan.schemas import Graph, Plan, format_bytes
 if TYPE_CHECKING:
     from coop_plan.runtime.capture.joint_graph import Captured
 
+FUSED_NAME = "coop_plan.fused_"
+"""Part of the names of fused regions (`fused.compiled`)."""
+
 
 class ScalarWriter(Protocol):
     """Interface of `torch.utils.tensorboard.SummaryWriter`."""
@@ -99,6 +102,11 @@ class StepReport:
         return self.last_step_us + self.measured_offload_stall_us + self.measured_prefetch_stall_us
 
     @property
+    def kernels(self) -> str:
+        """Kernels of the plan: "fused" if fused regions are ops of it, else "eager"."""
+        return "fused" if any(FUSED_NAME in op.name for op in self.graph.ops) else "eager"
+
+    @property
     def peak_moment(self) -> int:
         """Step of the plan at which its peak is first reached, as in `explain` and in the map."""
         return replay_plan(self.graph, self.plan).peak
@@ -180,7 +188,8 @@ class StepReport:
         ]
 
     def _title(self) -> str:
-        return f"{self.name}: {self.method} ({self.status}), {self.steps_run} steps run"
+        kernels = ", fused kernels" if self.kernels == "fused" else ""
+        return f"{self.name}: {self.method} ({self.status}){kernels}, {self.steps_run} steps run"
 
     @classmethod
     def of(

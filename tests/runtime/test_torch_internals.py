@@ -41,6 +41,7 @@ with assumed("the names that runtime/torch_internals imports"):
         dynamo,
         dynamo_graphs,
         fakes,
+        inductor,
         joint_graphs,
         kept_traces,
         ops,
@@ -96,7 +97,7 @@ LEVELS = (
     {"device"},
     {"distributed"},
     {"capture"},
-    {"variants"},
+    {"variants", "fused"},
     {"offline_capture"},
     {"execute", "gradients", "dynamic_shapes", "iteration"},
     {"backend"},
@@ -193,6 +194,73 @@ def test_a_fake_tensor_can_be_made_over_a_storage():
         assert ops.storage_key(one) == ops.storage_key(two)
         with mode:
             assert (one @ two.resolve_conj().new_empty(4, 2)).shape == (2, 2)
+
+
+# Inductor
+
+
+def layered(a, b):
+    wide = (a * b + 1).to(torch.bfloat16)
+    return (wide * b.to(torch.bfloat16) + wide).t().sin(), wide.float().sum(0)
+
+
+def test_inductors_code_is_called_with_a_list_and_has_eagers_layouts_and_roundings():
+    a, b = torch.randn(8, 16), torch.randn(16, 8).t()
+    graph = inductor.decomposed(layered, fakes_like(a, b))
+    with assumed("compile_fx_inner, its layouts of results, and current_callable"):
+        kernel = inductor.compile_graph(graph, [a, b])
+        given = [a, b]
+        made = kernel(given)
+        assert given == []
+        for ours, eager in zip(made, layered(a, b), strict=True):
+            assert torch.equal(ours, eager)
+            assert ours.stride() == eager.stride()
+
+
+def fakes_like(*values):
+    with assumed("a fake tensor knows its mode"), fakes.FakeTensorMode() as mode:
+        made = [torch.empty_strided(value.shape, value.stride()) for value in values]
+        assert all(value.fake_mode is mode for value in made)
+    return made
+
+
+def test_inductor_compiles_apart_from_a_trace_and_keeps_its_code(monkeypatch):
+    cache = torch._inductor.codecache.FxGraphCache
+    found, load = [], cache.load_with_key
+
+    def see(*args, **kwargs):
+        code, info = load(*args, **kwargs)
+        found.append(code is not None)
+        return code, info
+
+    monkeypatch.setattr(cache, "load_with_key", see)
+    contexts = []
+
+    def backend(gm, inputs):
+        context = torch._guards.TracingContext.get()
+        before = context.output_strides, context.fake_mode
+        graph = inductor.decomposed(torch.sin, fakes_like(*inputs))
+        output = next(iter(reversed(graph.nodes)))
+        output.args = ((output.args[0],),)
+        with torch._functorch.config.patch(bundled_autograd_cache=True):
+            for _ in range(2):
+                inductor.compile_graph(graph, fakes_like(*inputs))
+        contexts.append(before == (context.output_strides, context.fake_mode))
+        return gm
+
+    with assumed("the tracing context, and what Inductor's cache on disk depends on"):
+        torch.compile(lambda x: x.cos(), backend=backend)(torch.ones(3, 5))
+        assert contexts == [True]
+        assert found[-1]
+        assert len(found) == 2
+
+
+def test_inductors_settings_have_a_digest():
+    with assumed("config.get_hash"):
+        digest = inductor.settings_digest()
+        with torch._inductor.config.patch({"cpp.simdlen": 256}):
+            assert inductor.settings_digest() != digest
+        assert inductor.settings_digest() == digest
 
 
 # Dynamo

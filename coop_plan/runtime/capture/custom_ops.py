@@ -26,6 +26,10 @@ def define_op(
     return op
 
 
+BOXED_KERNELS: dict[OpOverload, Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]] = {}
+"""Kernels by op that take the op's inputs, one list of tensors, and clear the list."""
+
+
 OutTensors = Sequence[torch.Tensor | None]
 """Tensors to write the first results of an op into; None: the op allocates the result."""
 

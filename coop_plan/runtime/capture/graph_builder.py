@@ -39,6 +39,9 @@ GETITEM = operator.getitem
 SNAPSHOT = "coop_snapshot"
 """Key in `node.meta` of the copy of an input that the step overwrites after its forward."""
 
+OP_MAKER = "coop_op_maker"
+"""Key in `node.meta` of a function that makes the node's op for the layouts of its arguments."""
+
 SCALAR_TYPES = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -179,6 +182,8 @@ class GraphBuilder:
         node.replace_input_with(source, copy)
 
     def _call(self, node: fx.Node) -> None:
+        if OP_MAKER in node.meta:
+            node.target = node.meta[OP_MAKER]([arg.meta["val"] for arg in tensor_args(node)])
         node.target = replacement_of(node.target, partial(device_of, node))
         collective = collective_of(node.target)
         target = collective or node.target

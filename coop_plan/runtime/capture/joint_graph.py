@@ -6,7 +6,7 @@ Program order: the forward ops, then the backward ops, each in traced order.
 import contextlib
 import functools
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -127,6 +127,7 @@ def capture_joint(
     name: str = "step",
     model: CostModel | None = None,
     variants: VariantPasses | None = None,
+    fuse: Callable[[fx.GraphModule, int], None] | None = None,
 ) -> Captured:
     """Profile the ops of a joint graph, and build its graph document.
 
@@ -137,6 +138,7 @@ def capture_joint(
         name: of the graph.
         model: cost model of an absent device; without one, ops are measured.
         variants: passes that add variants of ops; not run with a `model`.
+        fuse: a pass (`fused.regions.fuse_regions`) that replaces ops by fused regions.
 
     Raises:
         CaptureError: an op or input that cannot be planned.
@@ -149,6 +151,8 @@ def capture_joint(
         rewrite(module)
     _bind_objects(module)
     _add_tangents_last(module)
+    if fuse is not None:
+        fuse(module, num_fwd_outputs)
     output = next(iter(reversed(module.graph.nodes)))
     outputs: list[Any] = list(output.args[0])
     device = _device_of_step(module)
@@ -195,7 +199,7 @@ def capture_joint(
                 p for p in pairs if {builder.tensors[t]["kind"] for t in p} == {"activation"}
             ]
     profiling_bytes, profiling_op = largest_measurement()
-    forward = _forward_nodes(module, outputs[:num_fwd_outputs])
+    forward = forward_nodes(module, outputs[:num_fwd_outputs])
     order = [i for i, node in enumerate(builder.ops) if node in forward]
     forward_ops = len(order)
     order += [i for i, node in enumerate(builder.ops) if node not in forward]
@@ -366,7 +370,12 @@ def _snapshot_overwritten(module: fx.GraphModule, descs: Sequence[object]) -> No
                 user.replace_input_with(node, copy)
 
 
-def _forward_nodes(module: fx.GraphModule, fwd_outputs: Sequence[Any]) -> set[fx.Node]:
+def keeps_program_order(node: fx.Node) -> bool:
+    """True for random ops, collectives and checks, which run in program order."""
+    return is_random(node) or collective_of(node.target) is not None or is_check(node)
+
+
+def forward_nodes(module: fx.GraphModule, fwd_outputs: Sequence[Any]) -> set[fx.Node]:
     """Ancestors of the outputs, and random ops, collectives and checks that need no gradient.
 
     The latter belong to the forward even if no output needs them: the random stream and the
@@ -380,8 +389,7 @@ def _forward_nodes(module: fx.GraphModule, fwd_outputs: Sequence[Any]) -> set[fx
     stack += [
         node
         for node in module.graph.nodes
-        if (is_random(node) or collective_of(node.target) or is_check(node))
-        and node not in from_tangent
+        if keeps_program_order(node) and node not in from_tangent
     ]
     found: set[fx.Node] = set()
     while stack:

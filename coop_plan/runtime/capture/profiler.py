@@ -23,6 +23,7 @@ from torch import fx
 from coop_plan.planner.placement import place
 from coop_plan.runtime.cache.profiles import session
 from coop_plan.runtime.capture.cost_scaling import current_costs
+from coop_plan.runtime.capture.custom_ops import BOXED_KERNELS
 from coop_plan.runtime.capture.sized_numbers import plain
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
@@ -372,7 +373,9 @@ def _measure(
     del result, results
     if cost_us is None:
         size = _bytes_read(args, kwargs)
-        cost_us = _time(partial(target, *args, **kwargs), allocations, alignment, device, size)
+        kernel = BOXED_KERNELS.get(target) if isinstance(target, OpOverload) else None
+        run = partial(target, *args, **kwargs) if kernel is None else lambda: kernel([*args[0]])
+        cost_us = _time(run, allocations, alignment, device, size)
     return OpProfile(cost_us, outputs, allocations, workspace, min(worker_bytes))
 
 

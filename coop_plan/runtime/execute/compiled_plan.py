@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import fx
 
+from coop_plan.runtime.capture.custom_ops import BOXED_KERNELS
 from coop_plan.runtime.capture.graph_builder import device_of
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.device import cuda
@@ -124,6 +125,8 @@ class CompiledPlan:
                     prepare = "restore_generator" if again else "save_generator"
                     graph.call_method(prepare, (invocation, op))
                 graph.call_function(self.arena.enter, (number,))
+            if (kernel := BOXED_KERNELS.get(node.target)) is not None:
+                node.target = kernel
             if node.target in GRADIENT_SINKS:
                 node.args = (invocation, *node.args[1:])
             if op in self.replayed and again:

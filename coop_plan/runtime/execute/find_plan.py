@@ -196,11 +196,18 @@ def _or_smallest(
     except InfeasibleBudgetError as error:
         if options.plan.budget.kind != "share" or not raised:
             raise
-        reason = str(error)
+        reason = error
         made = make(graph, options.within(None).plan)
+    log_raised(raised, made, reason, history)
+    return made
+
+
+def log_raised(
+    raised: str, made: Plan, reason: InfeasibleBudgetError, history: ShapeHistory | None
+) -> None:
+    """Log that a share is raised to the smallest budget; the line begins with `raised`."""
     log.log(
         logging.WARNING if history is None else history.level("least"),
         "%s cannot meet its share and takes %s, the least: %s",
         *(raised, format_bytes(made.budget_bytes), reason),
     )
-    return made

@@ -92,3 +92,11 @@ def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def copy_of(module: fx.GraphModule) -> fx.GraphModule:
+    """A joint graph with the same nodes, values and constants, which can be rewritten alone."""
+    graph, placed = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in module.graph.nodes:
+        placed[node] = graph.node_copy(node, placed.__getitem__)
+    return interpreted_module(module, graph)

@@ -1,0 +1,142 @@
+"""Inductor as the compiler of one small graph of ATen ops, outside the traces of AOTAutograd."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._guards import TracingContext, tracing
+from torch._inductor import config
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
+
+_aten = torch.ops.aten
+_prims = torch.ops.prims
+
+UNTAGGED_VIEWS = {_aten.view.default, _aten._unsafe_view.default}
+"""Ops that return a view, also if their schema does not say so. `view` may become `reshape`."""
+
+REDUCTIONS = {
+    *(_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.var, _aten.var_mean, _aten.any),
+    *(_aten.all, _aten.argmax, _aten.logsumexp, _aten.linalg_vector_norm),
+    *(_aten._softmax, _aten._log_softmax),
+    *(_aten._softmax_backward_data, _aten._log_softmax_backward_data),
+    *(_aten.native_layer_norm, _aten.native_layer_norm_backward),
+    *(_aten.native_group_norm, _aten.native_group_norm_backward),
+    *(_aten._native_batch_norm_legit_functional, _aten.native_batch_norm_backward),
+    *(_aten._fused_rms_norm, _aten._fused_rms_norm_backward),
+    *(_aten.nll_loss_forward, _aten.nll_loss_backward),
+}
+"""Ops that Inductor decomposes into reductions and pointwise ops."""
+
+CREATIONS = {
+    *(_aten.full, _aten.zeros, _aten.ones, _aten.arange, _aten.scalar_tensor),
+    *(_aten.full_like, _aten.zeros_like, _aten.ones_like),
+}
+"""Ops whose results depend on no element of a tensor."""
+
+MOVES = {
+    *(_aten.clone, _aten._to_copy, _aten.copy, _aten.cat, _aten.stack, _aten.repeat),
+    *(_aten.constant_pad_nd, _aten.slice_backward, _aten.select_backward),
+    *(_aten.slice_scatter, _aten.select_scatter, _aten.tril, _aten.triu),
+    *(_aten.upsample_nearest2d, _aten.upsample_nearest2d_backward),
+}
+"""Ops that copy elements to places that depend on no element."""
+
+UNTAGGED_POINTWISE = {
+    *(_aten.where, _aten.masked_fill, _aten.clone, _aten._to_copy, _prims.convert_element_type),
+}
+"""Pointwise ops without the tag."""
+
+NORMS = (
+    _aten.native_layer_norm.default,
+    _aten.native_group_norm.default,
+    _aten._native_batch_norm_legit_functional.default,
+    _aten._fused_rms_norm.default,
+)
+"""Ops whose decompositions by Inductor are statistics and pointwise ops."""
+
+BoxedKernel = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+"""Compiled graph: takes its inputs in one list, which it clears, and returns its outputs."""
+
+SETTINGS: dict[str, Any] = {"emulate_precision_casts": True, "deterministic": True}
+"""Inductor's settings: results of each op are rounded as in eager, no kernel is chosen by timing.
+
+Assumed: `make_fx` reads the first one, too, and marks the ops whose results are rounded."""
+
+
+@contextmanager
+def _outside_traces() -> Iterator[FakeTensorMode]:
+    """A fake mode and tracing context apart from those that a backend of Dynamo runs in.
+
+    Assumed: the tracing context is thread-local; Inductor writes to it. Its code is cached on disk
+    if the context's fake mode may have symbols, and AOTAutograd's cache (`kept_traces`) does not
+    bundle it.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with (
+        tracing(TracingContext(mode)),
+        torch.no_grad(),
+        _disable_current_modes(),
+        config.patch(SETTINGS),
+        functorch_config.patch(bundled_autograd_cache=False),
+    ):
+        yield mode
+
+
+def decomposed(run: Callable[..., Any], examples: Sequence[Any]) -> fx.Graph:
+    """Graph of `run` on the fake tensors `examples`, in the ops that Inductor compiles."""
+    with _outside_traces(), examples[0].fake_mode:
+        return _traced(run, examples).graph
+
+
+def compile_graph(graph: fx.Graph, examples: Sequence[torch.Tensor]) -> BoxedKernel:
+    """Compile a graph that returns a tuple of tensors, for inputs with the layouts of `examples`.
+
+    Its results have eager's layouts. Inductor's cache on disk is used.
+
+    Assumed: `compile_fx_inner` takes the layouts of results from the output node's meta; inputs
+    that are static are not copied for alignment; the result's `current_callable` is the function
+    of the generated code.
+
+    Raises:
+        Exception: of any type, if Inductor or its compiler fails.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner  # takes a second to import
+
+    with _outside_traces() as mode:
+        inputs = [_like(value, mode) for value in examples]
+        module = _traced(fx.GraphModule({}, graph), inputs)
+        output = next(iter(reversed(module.graph.nodes)))
+        output.meta["original_output_strides"] = [v.meta["val"].stride() for v in output.args[0]]
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        static = range(len(inputs))
+        made: Any = compile_fx_inner(module, inputs, static_input_idxs=static, is_inference=True)
+    kernel: BoxedKernel = made.current_callable
+    return kernel
+
+
+def settings_digest() -> str:
+    """Digest of all settings of Inductor that change its code."""
+    with config.patch(SETTINGS):
+        return str(config.get_hash().hex())
+
+
+def _traced(run: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    from torch._inductor.decomposition import select_decomp_table
+
+    traced: fx.GraphModule = make_fx(run, select_decomp_table())(*inputs)
+    traced.graph.eliminate_dead_code()
+    return traced
+
+
+def _like(value: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor of a mode, with the layout of `value` in a storage of the same size."""
+    size = value.untyped_storage().nbytes() // value.element_size()
+    with mode:
+        whole = torch.empty(size, dtype=value.dtype, device=value.device)
+        return whole.as_strided(value.shape, value.stride(), value.storage_offset())

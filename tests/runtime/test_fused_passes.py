@@ -1,0 +1,133 @@
+"""The passes that find fused regions: convex, in program order, with the results of the graph."""
+
+import random
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from coop_plan.runtime.fused.clusters import clusters_of
+from coop_plan.runtime.fused.in_kernel import recompute_in_kernels
+from coop_plan.runtime.fused.regions import fuse_regions, region
+
+aten = torch.ops.aten
+
+
+def drawn(seed, size=40):
+    """A random graph of pointwise ops and products; the values are 4 x 4."""
+    draw, mode = random.Random(seed), FakeTensorMode()
+    graph = fx.Graph()
+    nodes = [graph.placeholder(f"primals_{i}") for i in range(1, 4)]
+    for _ in range(size):
+        one, two = draw.choices(nodes[-8:], k=2)
+        target = draw.choice([aten.add.Tensor, aten.mul.Tensor, aten.mm.default, aten.t.default])
+        args = (one,) if target is aten.t.default else (one, two)
+        nodes.append(graph.call_function(target, args))
+    graph.output((nodes[-2], nodes[-1]))
+    with mode:
+        for node in nodes:
+            node.meta["val"] = torch.empty(4, 4)
+    return fx.GraphModule({}, graph)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_clusters_have_no_cycle(seed):
+    """One op for each cluster leaves a graph without cycles, and each has two ops or more."""
+    graph = drawn(seed, 80).graph
+    ops = [node for node in graph.nodes if node.op == "call_function"]
+    before = {op: {a for a in op.all_input_nodes if a.op == "call_function"} for op in ops}
+    half = {op: i < 40 for i, op in enumerate(ops) if op.target is not aten.mm.default}
+    clusters = clusters_of(ops, before, half)
+    assert clusters
+    number = {op: -i for i, op in enumerate(ops)}
+    for i, members in enumerate(clusters, start=1):
+        assert len(members) > 1
+        assert len({half[op] for op in members}) == 1
+        number |= dict.fromkeys(members, i)
+    waits = {}
+    for op in ops:
+        others = {number[other] for other in before[op]} - {number[op]}
+        waits.setdefault(number[op], set()).update(others)
+    while ready := {unit for unit, others in waits.items() if not others}:
+        waits = {u: others - ready for u, others in waits.items() if u not in ready}
+    assert waits == {}
+
+
+def run(module, inputs):
+    """Results of a graph whose regions are run op by op."""
+    values = {}
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = inputs[len(values)]
+        elif node.op == "output":
+            return [values[value] for value in node.args[0]]
+        else:
+            args = fx.node.map_arg(node.args, values.__getitem__)
+            if node.target is region:
+                inner = node.meta["coop_op_maker"].args[0]
+                values[node] = fx.GraphModule({}, inner)(*args[0])
+            else:
+                values[node] = node.target(*args)
+    return None
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_graph_with_regions_returns_the_same(seed):
+    module = drawn(seed)
+    inputs = [torch.randn(4, 4, dtype=torch.float64) for _ in range(3)]
+    expected = module(*inputs)
+    ops = sum(node.op == "call_function" for node in module.graph.nodes)
+    fuse_regions(module, 1)
+    assert module.graph.find_nodes(op="call_function", target=region)
+    assert sum(node.op == "call_function" for node in module.graph.nodes) < ops
+    assert all(map(torch.equal, run(module, inputs), expected))
+
+
+def test_random_ops_keep_their_order():
+    """A region of the first op and the last would need the second draw before the first."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+    x = graph.placeholder("primals_1")
+    early = graph.call_function(aten.sin.default, (x,))
+    product = graph.call_function(aten.mm.default, (early, x))
+    first = graph.call_function(aten.bernoulli.p, (product, 0.5))
+    second = graph.call_function(aten.bernoulli.p, (x, 0.5))
+    late = graph.call_function(aten.add.Tensor, (early, second))
+    graph.output((first, graph.call_function(aten.cos.default, (late,))))
+    with mode:
+        for node in graph.nodes:
+            node.meta["val"] = torch.empty(64, 64)
+    module = fx.GraphModule({}, graph)
+    fuse_regions(module, 2)
+    one, two = (node for node in module.graph.nodes if node.target is aten.bernoulli.p)
+    assert one.args[0].target is aten.mm.default
+    assert two.args[0].op == "placeholder"
+    assert module.graph.find_nodes(op="call_function", target=region)
+
+
+def joint(*, product):
+    """The joint graph of y = silu(x w): its gradient reads x w, and perhaps y."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+    x, w, tangent = map(graph.placeholder, ("primals_1", "primals_2", "tangents_1"))
+    made = graph.call_function(aten.mm.default, (x, w))
+    y = graph.call_function(aten.silu.default, (made,))
+    last = graph.call_function(aten.mm.default, (y, w))
+    kept = graph.call_function(aten.mul.Tensor, (tangent, y))
+    kept = graph.call_function(aten.mul.Tensor, (kept, made))
+    other = graph.call_function(aten.mm.default, (y if product else tangent, kept))
+    graph.output((last, other))
+    with mode:
+        for node in graph.nodes:
+            node.meta["val"] = torch.empty(64, 64)
+    return graph, {x, w, made, y, last}, made, y
+
+
+@pytest.mark.parametrize("product", [False, True])
+def test_the_backward_is_not_given_what_it_makes_in_its_kernels(product):
+    """A product reads its argument from memory; a pointwise op makes it again."""
+    graph, forward, made, y = joint(product=product)
+    recompute_in_kernels(graph, forward, set())
+    graph.lint()
+    backward = set(graph.nodes) - forward
+    assert any(user in backward for user in made.users)
+    assert any(user in backward for user in y.users) == product
