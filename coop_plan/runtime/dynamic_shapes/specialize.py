@@ -61,12 +61,14 @@ AtNumbers = Callable[[Numbers], Callable[..., Any]]
 class ForAllSizes(NamedTuple):
     """Results of a function's trace for all sizes: steps `at` some sizes, and steps `up_to` them.
 
-    `up_to` plans a joint graph for any sizes; None if it does not fit.
+    `up_to` plans a joint graph for any sizes; None if it does not fit. `backwards` counts those of
+    the function so far.
     """
 
     trace: Trace
     at: AtSizes
     up_to: Callable[[fx.GraphModule], AtNumbers | None]
+    backwards: Callable[[], int]
 
 
 CompileAll = Callable[[fx.GraphModule, Sequence[Any], Sequence[Any]], ForAllSizes]
@@ -84,8 +86,9 @@ MAX_NUMBER_GRAPHS = 8
 MAX_SHAPES = 100
 """Shapes of one function whose steps are kept; the least recently used one is evicted."""
 
-BORROWING_CALLS = 2
-"""First calls with a shape that run by the plan of larger sizes; then the shape gets its own."""
+BORROWING_TURNS = 2
+"""First turns of a shape that run by the plan of larger sizes; then the shape gets its own. Calls
+without a backward between them, as of equal layers, are one turn."""
 
 MAX_OWN_PLANS = 16
 """Shapes of one function with plans of their own, after which others keep to larger plans."""
@@ -146,7 +149,7 @@ class ByShape:
 
     Dynamo's guards decide for which shapes the graph holds. A static graph is traced at the first
     call with its shape, from fake inputs, so that no input is kept alive. After a few shapes that
-    differ in sizes alone, one symbolic trace serves all. Then the first calls with a shape run by a
+    differ in sizes alone, one symbolic trace serves all. Then the first turns of a shape run by a
     plan of larger sizes, which is made if there is none: where no two batches are alike, hardly any
     is planned for. Numbers are passed as tensors if possible (`scalar_inputs`).
     """
@@ -161,7 +164,8 @@ class ByShape:
         self._known: list[tuple[Sequence[Any], list[object]]] = []
         self._symbolic: ForAllSizes | None = None
         self._up_to: list[tuple[Sizes, AtNumbers]] = []
-        self._borrowing: dict[object, int] = {}  # calls of shapes without a plan of their own
+        # Turns of shapes without a plan of their own, by the number of backwards before them.
+        self._borrowing: dict[object, set[int]] = {}
         self._own_plans = 0
         self._inputs = [_Input.of(node) for node in gm.graph.find_nodes(op="placeholder")]
         self._kept = [i for i, given in enumerate(self._inputs) if not _vanishes(given)]
@@ -223,11 +227,12 @@ class ByShape:
         return tuple(key)
 
     def _may_stop_borrowing(self, key: object) -> bool:
-        """Count a call of a shape; True if it borrowed a plan often enough to get its own."""
-        if key not in self._borrowing:
+        """Count a turn of a shape; True if it borrowed a plan often enough to get its own."""
+        turns = self._borrowing.get(key)
+        if turns is None or self._symbolic is None or self._own_plans >= MAX_OWN_PLANS:
             return False
-        self._borrowing[key] += 1
-        return self._borrowing[key] > BORROWING_CALLS and self._own_plans < MAX_OWN_PLANS
+        turns.add(self._symbolic.backwards())
+        return len(turns) > BORROWING_TURNS
 
     def _specialise(self, args: Sequence[Any], key: object) -> Callable[..., Any]:
         mode = FakeTensorMode()
@@ -268,9 +273,9 @@ class ByShape:
         if key not in self._borrowing:
             borrowed = self._borrow(fakes, sizes)
             if borrowed is not None:
-                self._borrowing[key] = 1
+                self._borrowing[key] = {self._symbolic.backwards()}
                 return borrowed
-        borrowed_calls = self._borrowing.pop(key, None)
+        turns = self._borrowing.pop(key, None)
         self._own_plans += 1
         self._count(_shape(self._inputs, fakes))
         joint = self._symbolic.trace.at(fakes)
@@ -279,9 +284,9 @@ class ByShape:
             with lazy_graph_code():
                 return self._symbolic.at(joint)
         except InfeasibleBudgetError:  # the search may miss what it found for larger sizes
-            if borrowed_calls is None:
+            if turns is None:
                 raise
-            self._own_plans, self._borrowing[key] = MAX_OWN_PLANS, borrowed_calls
+            self._own_plans, self._borrowing[key] = MAX_OWN_PLANS, turns
             return self._borrow(fakes, sizes)
 
     def _borrow(self, fakes: Sequence[Any], sizes: Sizes) -> Callable[..., Any] | None:
