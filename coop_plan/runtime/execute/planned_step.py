@@ -264,6 +264,8 @@ class PlannedStep:
                 *(self.lines.begin, self.report.name, invocation.rerun_reason),
             )
         self.report.forwards_again += 1
+        # After a first backward (retain_graph=True), its gradients are held.
+        invocation.held_bytes = self._held_gradients.held(invocation.inputs)
         with invocation.rewound_generators():
             pool_of(invocation).allocate(invocation)
             if invocation.transfers is not None:
