@@ -24,7 +24,9 @@ STEPS = 3000
 def shuffled_plan(graph, options, *, seed=0):
     """The ops of a step, and some of them again, in an order that a Metropolis search ends at.
 
-    The search weighs measured costs, so of few ops it may end at the program's order: then another seed."""
+    The search weighs measured costs, so of few ops it may end at the program's order: then another
+    seed is tried.
+    """
     plans = (plan_at_seed(graph, options, 1000 * attempt + seed) for attempt in itertools.count())
     return next(plan for plan in plans if is_shuffled(graph, plan))
 

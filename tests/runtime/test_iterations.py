@@ -113,6 +113,33 @@ def test_kept_predictions_release_all_but_inputs_and_outputs(caplog):
     assert not told_excess(caplog)
 
 
+def test_a_second_backward_counts_the_gradients_of_the_first(caplog):
+    model = net(64, 6)
+    step = torch.compile(model, backend="coop", options={"budget": "min"})
+    peak = Peak(model.parameters())
+    x = torch.randn(16, 64)
+
+    def train():
+        loss = step(x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    found = peak.during(train)
+    (report,) = runtime.reports()
+    assert found > report.budget_bytes + sum(p.nbytes for p in model.parameters()) / 2
+    assert found <= report.budget_bytes + TOLERANCE + 1.02 * told_excess(caplog)
+
+
+def test_memory_of_a_dropped_step_is_given_back_before_others_take_more():
+    step = torch.compile(net(64, 6), backend="coop", options={"budget": "100%"})
+    step(torch.randn(256, 64)).sum().backward()
+    step(torch.randn(256, 64))  # no backward comes
+    before = process_bytes()[0]
+    reset_peak()
+    kept = [torch.empty(256, 64) for _ in range(8)]
+    assert process_bytes()[1] < before + sum(value.nbytes for value in kept)
+
+
 def test_two_phases_that_take_turns_run_by_their_joint_plans():
     nets = [net(width) for width in WIDTHS[:2]]
     steps = [torch.compile(part, backend="coop", options={"budget": "70%"}) for part in nets]

@@ -169,6 +169,10 @@ class ByShape:
         self._own_plans = 0
         self._inputs = [_Input.of(node) for node in gm.graph.find_nodes(op="placeholder")]
         self._kept = [i for i, given in enumerate(self._inputs) if not _vanishes(given)]
+        # Floats are constants of the symbolic trace, too, with the values at which it was made.
+        self._fixed = [i for i, of in enumerate(self._inputs) if of.boxed and _vanishes(of)]
+        self._traced = [i for i in range(len(self._inputs)) if i not in self._fixed]
+        self._fixed_values: list[Number] = []
         self._key_inputs = [
             i for i, given in enumerate(self._inputs) if given.varies or not given.static
         ]
@@ -239,9 +243,10 @@ class ByShape:
         fakes = [
             mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in args
         ]
-        found = self._from_trace(fakes, key)
-        if found is not None:
-            return found
+        if self._fixed_values == [args[i].item() for i in self._fixed]:
+            found = self._from_trace([fakes[i] for i in self._traced], key)
+            if found is not None:
+                return _of_inputs(found, self._traced)
         self._own_plans += 1
         numbers = {
             given.node: value.item() if given.boxed else value
@@ -257,14 +262,8 @@ class ByShape:
                 compiled = self._compile(static, kept)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise CaptureError.out_of_data(error.func, "numbers or sizes") from error
-        positions = self._kept
-
-        def run(*given: Any) -> Any:
-            return compiled(*(given[i] for i in positions))
-
-        setattr(run, REPORT, getattr(compiled, REPORT, None))
         self._learn(args, fakes, getattr(compiled, SIGNATURE, []))
-        return run
+        return _of_inputs(compiled, self._kept)
 
     def _from_trace(self, fakes: Sequence[Any], key: object) -> Callable[..., Any] | None:
         """The step made from the symbolic trace, if there is one that holds for these sizes."""
@@ -277,7 +276,7 @@ class ByShape:
                 return borrowed
         turns = self._borrowing.pop(key, None)
         self._own_plans += 1
-        self._count(_shape(self._inputs, fakes))
+        self._count(self._traced_shape(fakes))
         joint = self._symbolic.trace.at(fakes)
         assert joint is not None
         try:
@@ -298,7 +297,7 @@ class ByShape:
         joint = self._symbolic.trace.at(fakes, any_sizes=True)
         if joint is None:
             return None
-        self._count(_shape(self._inputs, fakes))
+        self._count(self._traced_shape(fakes))
         with lazy_graph_code():
             made = self._symbolic.up_to(joint)
         if made is None:
@@ -308,7 +307,9 @@ class ByShape:
 
     def _learn(self, args: Sequence[Any], fakes: Sequence[Any], of: list[object]) -> None:
         """After some shapes, trace for all sizes; kept if it reproduces their graphs."""
-        examples = [example_value(given.node) for given in self._inputs]
+        inputs = [self._inputs[i] for i in self._traced]
+        examples = [example_value(given.node) for given in inputs]
+        fakes = [fakes[i] for i in self._traced]
         if not of or self._compile_all is None or any(map(_differs_beyond_sizes, examples, fakes)):
             return
         self._known.append((fakes, of))
@@ -317,14 +318,21 @@ class ByShape:
         compile_all, self._compile_all = self._compile_all, None
         try:
             with lazy_graph_code():
-                nodes = {given.node for given in self._inputs}
-                for_all = compile_all(_static(self._gm, {}, nodes), examples, args)
+                values = [args[i].item() for i in self._fixed]
+                numbers = {
+                    self._inputs[i].node: v for i, v in zip(self._fixed, values, strict=True)
+                }
+                static = _static(self._gm, numbers, {given.node for given in inputs})
+                for_all = compile_all(static, examples, [args[i] for i in self._traced])
             made = ((for_all.trace.at(known), wanted) for known, wanted in self._known)
             if all(joint is not None and signature(joint) == wanted for joint, wanted in made):
-                self._symbolic = for_all
+                self._symbolic, self._fixed_values = for_all, values
         except Exception as error:  # any of PyTorch's: each size is then traced, as before
             log.debug("a function cannot be traced for all sizes at once: %r", error)
         self._known = []
+
+    def _traced_shape(self, fakes: Sequence[Any]) -> Shape:
+        return _shape((self._inputs[i] for i in self._traced), fakes)
 
     def _count(self, shape: Shape) -> None:
         count = self._per_shape[shape] = self._per_shape.get(shape, 0) + 1
@@ -334,6 +342,16 @@ class ByShape:
                 " that changes with every call as a tensor",
                 count,
             )
+
+
+def _of_inputs(compiled: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
+    """A function of all inputs, of which the compiled one takes those at these positions."""
+
+    def run(*given: Any) -> Any:
+        return compiled(*(given[i] for i in positions))
+
+    setattr(run, REPORT, getattr(compiled, REPORT, None))
+    return run
 
 
 def _differs_beyond_sizes(example: Any, value: Any) -> bool:
