@@ -324,9 +324,9 @@ class ByShape:
                 }
                 static = _static(self._gm, numbers, {given.node for given in inputs})
                 for_all = compile_all(static, examples, [args[i] for i in self._traced])
-            made = ((for_all.trace.at(known), wanted) for known, wanted in self._known)
-            if all(joint is not None and signature(joint) == wanted for joint, wanted in made):
-                self._symbolic, self._fixed_values = for_all, values
+                made = ((for_all.trace.at(known), wanted) for known, wanted in self._known)
+                if all(joint is not None and signature(joint) == wanted for joint, wanted in made):
+                    self._symbolic, self._fixed_values = for_all, values
         except Exception as error:  # any of PyTorch's: each size is then traced, as before
             log.debug("a function cannot be traced for all sizes at once: %r", error)
         self._known = []
