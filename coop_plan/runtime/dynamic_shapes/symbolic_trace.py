@@ -23,7 +23,7 @@ from coop_plan.runtime.torch_internals.dynamo_graphs import (
     is_size,
 )
 from coop_plan.runtime.torch_internals.fakes import FakeTensor
-from coop_plan.runtime.torch_internals.joint_graphs import is_primal, is_tangent
+from coop_plan.runtime.torch_internals.joint_graphs import interpreted_module, is_primal, is_tangent
 from coop_plan.runtime.torch_internals.ops import is_view_op, negative_view, tree_flatten, tree_map
 
 
@@ -97,7 +97,7 @@ class Trace:
                     making.call(node)
                 else:
                     making.end(node)
-        return fx.GraphModule(self._joint, making.graph)
+        return interpreted_module(self._joint, making.graph)
 
 
 class _Making:
