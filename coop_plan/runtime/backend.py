@@ -169,7 +169,9 @@ def coop(
             except InfeasibleBudgetError:
                 return None  # some variants may fit, which are exact at one size
 
-        return ForAllSizes(every.trace, lambda joint: planned(joint)(()), up_to)
+        return ForAllSizes(
+            every.trace, lambda joint: planned(joint)(()), up_to, lambda: every.backwards
+        )
 
     if first.numbers_change(function, gm, example_inputs):
         allow_symbolic_module_ints()

@@ -36,10 +36,13 @@ class CopySpan:
 class StepReport:
     """Figures of a compiled step; sizes in bytes.
 
-    `resident_bytes` exist before the step: parameters, buffers, inputs; `plan.resident_bytes` also
-    count those that are allocated in it. `measured_overhead` is the
-    last step's time in recomputed ops and in waits for transfers, divided by the time in first
-    runs. `outside_bytes` are its planned allocations that were not served at their address.
+    `budget_bytes` is that of `plan`. If the last step was one of several calls in an iteration that
+    was not planned as a whole, it is the iteration's, the largest of its calls, and
+    `measured_peak_bytes` is the iteration's, too. `resident_bytes` exist before the step:
+    parameters, buffers, inputs; `plan.resident_bytes` also count those that are allocated in it.
+    `measured_overhead` is the last step's time in recomputed ops and in waits for transfers,
+    divided by the time in first runs. `outside_bytes` are its planned allocations that were not
+    served at their address.
     """
 
     name: str

@@ -456,6 +456,24 @@ def test_where_no_two_batches_are_alike_hardly_any_is_planned(kind, budget, vari
     assert len(runtime.reports()) <= 6
 
 
+@pytest.mark.parametrize("kind", [Graphs, Square])
+def test_with_all_dynamic_hardly_any_is_planned_either(kind):
+    """dynamic=True makes symbols of widths and of floats, as of a dropout, too."""
+    torch.manual_seed(4)
+    model = kind()
+    twin = copy.deepcopy(model)
+    step = torch.compile(model, backend="coop", dynamic=True, options={"budget": "min"})
+    for size in (12, 20, 30, 33, 13, 24, 31, 9, 17, 28):
+        inputs = kind.inputs(size)
+        for of, run in ((model, step), (twin, twin)):
+            torch.manual_seed(size)
+            of.zero_grad()
+            run(*inputs).backward()
+        pairs = zip(model.parameters(), twin.parameters(), strict=True)
+        assert all(torch.equal(own.grad, other.grad) for own, other in pairs), size
+    assert len(runtime.reports()) <= 7
+
+
 def test_cut_batches_share_plans():
     """Inputs are cut from larger tensors, as in `batch[:, 1:length]`: their strides change, too."""
     torch.manual_seed(5)
@@ -529,7 +547,7 @@ def test_a_plan_of_one_length_serves_others(monkeypatch):
 
     def run(step, net):
         torch.manual_seed(2)
-        for size in (40, 48, 44, 56, 52):
+        for size in (40, 44, 48, 52, 56):  # none runs by the plan of a larger one
             net.zero_grad()
             step(torch.randn(size, 32)).backward()
         return [p.grad for p in net.parameters()]

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
 
 from coop_plan.runtime.capture import tracing_rules
 from coop_plan.runtime.device import build
@@ -615,16 +616,22 @@ def test_facts_of_tensors():
 
 
 def test_the_real_world_is_real():
-    with assumed("fake mode, autocast, gradients and generators can be left for a while"):
+    def dispatches_in_python():
+        return torch._C._dispatch_tls_is_dispatch_key_included("PythonDispatcher")
+
+    with assumed("fake mode, autocast, dispatch in Python, gradients and generators can be left"):
         before = torch.get_rng_state()
         x = torch.ones(3, 3, requires_grad=True)
-        with fakes.FakeTensorMode(), torch.autocast("cpu"):
+        with fakes.FakeTensorMode(), torch.autocast("cpu"), enable_python_dispatcher():
             assert isinstance(torch.ones(2), fakes.FakeTensor)
+            assert dispatches_in_python()
             with fakes.real_mode():
+                assert not dispatches_in_python()
                 made = torch.rand(3, 3) @ x
                 assert not isinstance(made, fakes.FakeTensor)
                 assert (made.dtype, made.requires_grad) == (torch.float32, False)
             assert isinstance(torch.ones(2), fakes.FakeTensor)
+            assert dispatches_in_python()
         assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -166,6 +166,8 @@ PyObject* memory_create(PyObject*, PyObject* number) {
   auto* memory = new Memory();
   memory->bytes = memory->counted = static_cast<size_t>(bytes);
   memory->mapped = (memory->bytes + kPage - 1) / kPage * kPage;
+  std::lock_guard<std::mutex> lock(mutex);
+  relieve(bytes);
   if (memory->mapped != 0) {
     void* found = mmap(nullptr, memory->mapped, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -175,7 +177,6 @@ PyObject* memory_create(PyObject*, PyObject* number) {
     }
     memory->base = static_cast<char*>(found);
   }
-  std::lock_guard<std::mutex> lock(mutex);
   enlist(memory);
   count(bytes);
   return PyLong_FromVoidPtr(memory);
@@ -351,6 +352,19 @@ PyObject* leave(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+// Counts the bytes of a memory, which existed when the window of a run was opened, as the run's.
+PyObject* run_include(PyObject*, PyObject* args) {
+  PyObject *handle, *memory;
+  if (!PyArg_ParseTuple(args, "OO", &handle, &memory)) return nullptr;
+  Window& window = as<Run>(handle)->window;
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto counted = static_cast<int64_t>(as<Memory>(memory)->counted);
+  window.before -= counted;
+  window.now += counted;
+  window.peak = std::max(window.peak, window.now);
+  Py_RETURN_NONE;
+}
+
 // Ends the run and closes its window.
 PyObject* run_end(PyObject*, PyObject* handle) {
   Run* run = as<Run>(handle);
@@ -480,6 +494,8 @@ PyMethodDef methods[] = {
     {"run_destroy", run_destroy, METH_O, "Free a run."},
     {"run_elsewhere", run_elsewhere, METH_VARARGS,
      "(run, slot numbers): let PyTorch's allocator serve these in this run."},
+    {"run_include", run_include, METH_VARARGS,
+     "(run, memory): count the bytes of an older memory as the run's."},
     {"run_end", run_end, METH_O, "Close the window of a run."},
     {"run_made", run_made, METH_VARARGS,
      "(run, addresses) -> positions of those allocated after its window was opened"},

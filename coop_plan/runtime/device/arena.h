@@ -152,10 +152,24 @@ void discount(Memory* memory, int64_t given) {
   count(-given);
 }
 
+// Frees pages of idle memories, the last ones first, so that the process stays below their ceilings
+// after an allocation of `bytes`.
+void relieve(int64_t bytes) {
+  for (Memory* memory : idle) {
+    int64_t over;
+    while ((over = current_bytes + bytes - memory->ceiling) > 0 && memory->tail > 0) {
+      const int64_t tail = memory->tail;
+      memory->tail = page_below(std::max<int64_t>(0, tail - over));
+      discount(memory, give_back(memory, memory->tail, tail));
+    }
+  }
+}
+
 // Sets the bytes that a run uses, from the start; frees the pages behind them.
 void resize(Memory* memory, int64_t bytes) {
   const int64_t counted = static_cast<int64_t>(memory->counted);
   if (counted > bytes) give_back(memory, bytes, static_cast<int64_t>(memory->mapped));
+  if (counted < bytes) relieve(bytes - counted);
   memory->counted = static_cast<size_t>(bytes);
   count(bytes - counted);
 }
@@ -180,19 +194,6 @@ void retire(Memory* memory) {
     held += last - from;
   }
   discount(memory, static_cast<int64_t>(memory->counted) - held);
-}
-
-// Frees pages of idle memories, the last ones first, so that the process stays below their ceilings
-// after an allocation of `bytes`.
-void relieve(int64_t bytes) {
-  for (Memory* memory : idle) {
-    int64_t over;
-    while ((over = current_bytes + bytes - memory->ceiling) > 0 && memory->tail > 0) {
-      const int64_t tail = memory->tail;
-      memory->tail = page_below(std::max<int64_t>(0, tail - over));
-      discount(memory, give_back(memory, memory->tail, tail));
-    }
-  }
 }
 
 // Frees a pointer in an arena's memory; false if it lies in none.

@@ -126,6 +126,11 @@ class Memory:
         if self._block is None and self.live_offsets:
             self._retire()
 
+    def count_in(self, run: int) -> None:
+        """Count its bytes in the run with this handle."""
+        if self._handle:
+            self._ext.run_include(run, self._handle)
+
     def release_above(self, ceiling: int) -> None:
         """Mark as idle: on the CPU, pages are freed before the process exceeds `ceiling` bytes."""
         if self._handle:
@@ -209,6 +214,10 @@ class Run:
         known = np.array([address or 0 for address in addresses], dtype=np.uint64)
         found: list[int] = self._ext.run_made(self._handle, known.tobytes())
         return found
+
+    def include(self, memory: Memory) -> None:
+        """Count the bytes of a memory that existed before the last fresh `begin`."""
+        memory.count_in(self._handle)
 
     def end(self) -> None:
         """Stop the counters."""

@@ -30,6 +30,7 @@ class AllSizes:
 
     `examples` are the graph's fake inputs, `inputs` those of a call. `static_inputs` and
     `num_fwd_outputs` are arguments of `capture_joint` for each graph that `trace` makes.
+    `backwards` counts those that ran.
 
     Raises:
         Exception: PyTorch's, if the function cannot be traced so.
@@ -38,7 +39,7 @@ class AllSizes:
     def __init__(self, gm: fx.GraphModule, examples: Sequence[Any], inputs: Sequence[Any]) -> None:
         symbols = Symbols(examples, inputs)
         self.trace: Trace
-        self.num_fwd_outputs = 0
+        self.num_fwd_outputs = self.backwards = 0
         self.static_inputs: Sequence[int] = ()
         self._here = _Here()
         self._backwards: weakref.WeakKeyDictionary[Invocation, Half] = weakref.WeakKeyDictionary()
@@ -86,6 +87,7 @@ class AllSizes:
         return made
 
     def _backward(self, args: list[Any]) -> Any:
+        self.backwards += 1
         return self._backwards[invocation_of(args[0])](args)
 
 

@@ -61,12 +61,14 @@ AtNumbers = Callable[[Numbers], Callable[..., Any]]
 class ForAllSizes(NamedTuple):
     """Results of a function's trace for all sizes: steps `at` some sizes, and steps `up_to` them.
 
-    `up_to` plans a joint graph for any sizes; None if it does not fit.
+    `up_to` plans a joint graph for any sizes; None if it does not fit. `backwards` counts those of
+    the function so far.
     """
 
     trace: Trace
     at: AtSizes
     up_to: Callable[[fx.GraphModule], AtNumbers | None]
+    backwards: Callable[[], int]
 
 
 CompileAll = Callable[[fx.GraphModule, Sequence[Any], Sequence[Any]], ForAllSizes]
@@ -84,8 +86,9 @@ MAX_NUMBER_GRAPHS = 8
 MAX_SHAPES = 100
 """Shapes of one function whose steps are kept; the least recently used one is evicted."""
 
-BORROWING_CALLS = 2
-"""First calls with a shape that run by the plan of larger sizes; then the shape gets its own."""
+BORROWING_TURNS = 2
+"""First turns of a shape that run by the plan of larger sizes; then the shape gets its own. Calls
+without a backward between them, as of equal layers, are one turn."""
 
 MAX_OWN_PLANS = 16
 """Shapes of one function with plans of their own, after which others keep to larger plans."""
@@ -146,7 +149,7 @@ class ByShape:
 
     Dynamo's guards decide for which shapes the graph holds. A static graph is traced at the first
     call with its shape, from fake inputs, so that no input is kept alive. After a few shapes that
-    differ in sizes alone, one symbolic trace serves all. Then the first calls with a shape run by a
+    differ in sizes alone, one symbolic trace serves all. Then the first turns of a shape run by a
     plan of larger sizes, which is made if there is none: where no two batches are alike, hardly any
     is planned for. Numbers are passed as tensors if possible (`scalar_inputs`).
     """
@@ -161,10 +164,15 @@ class ByShape:
         self._known: list[tuple[Sequence[Any], list[object]]] = []
         self._symbolic: ForAllSizes | None = None
         self._up_to: list[tuple[Sizes, AtNumbers]] = []
-        self._borrowing: dict[object, int] = {}  # calls of shapes without a plan of their own
+        # Turns of shapes without a plan of their own, by the number of backwards before them.
+        self._borrowing: dict[object, set[int]] = {}
         self._own_plans = 0
         self._inputs = [_Input.of(node) for node in gm.graph.find_nodes(op="placeholder")]
         self._kept = [i for i, given in enumerate(self._inputs) if not _vanishes(given)]
+        # Floats are constants of the symbolic trace, too, with the values at which it was made.
+        self._fixed = [i for i, of in enumerate(self._inputs) if of.boxed and _vanishes(of)]
+        self._traced = [i for i in range(len(self._inputs)) if i not in self._fixed]
+        self._fixed_values: list[Number] = []
         self._key_inputs = [
             i for i, given in enumerate(self._inputs) if given.varies or not given.static
         ]
@@ -223,20 +231,22 @@ class ByShape:
         return tuple(key)
 
     def _may_stop_borrowing(self, key: object) -> bool:
-        """Count a call of a shape; True if it borrowed a plan often enough to get its own."""
-        if key not in self._borrowing:
+        """Count a turn of a shape; True if it borrowed a plan often enough to get its own."""
+        turns = self._borrowing.get(key)
+        if turns is None or self._symbolic is None or self._own_plans >= MAX_OWN_PLANS:
             return False
-        self._borrowing[key] += 1
-        return self._borrowing[key] > BORROWING_CALLS and self._own_plans < MAX_OWN_PLANS
+        turns.add(self._symbolic.backwards())
+        return len(turns) > BORROWING_TURNS
 
     def _specialise(self, args: Sequence[Any], key: object) -> Callable[..., Any]:
         mode = FakeTensorMode()
         fakes = [
             mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in args
         ]
-        found = self._from_trace(fakes, key)
-        if found is not None:
-            return found
+        if self._fixed_values == [args[i].item() for i in self._fixed]:
+            found = self._from_trace([fakes[i] for i in self._traced], key)
+            if found is not None:
+                return _of_inputs(found, self._traced)
         self._own_plans += 1
         numbers = {
             given.node: value.item() if given.boxed else value
@@ -252,14 +262,8 @@ class ByShape:
                 compiled = self._compile(static, kept)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise CaptureError.out_of_data(error.func, "numbers or sizes") from error
-        positions = self._kept
-
-        def run(*given: Any) -> Any:
-            return compiled(*(given[i] for i in positions))
-
-        setattr(run, REPORT, getattr(compiled, REPORT, None))
         self._learn(args, fakes, getattr(compiled, SIGNATURE, []))
-        return run
+        return _of_inputs(compiled, self._kept)
 
     def _from_trace(self, fakes: Sequence[Any], key: object) -> Callable[..., Any] | None:
         """The step made from the symbolic trace, if there is one that holds for these sizes."""
@@ -268,20 +272,20 @@ class ByShape:
         if key not in self._borrowing:
             borrowed = self._borrow(fakes, sizes)
             if borrowed is not None:
-                self._borrowing[key] = 1
+                self._borrowing[key] = {self._symbolic.backwards()}
                 return borrowed
-        borrowed_calls = self._borrowing.pop(key, None)
+        turns = self._borrowing.pop(key, None)
         self._own_plans += 1
-        self._count(_shape(self._inputs, fakes))
+        self._count(self._traced_shape(fakes))
         joint = self._symbolic.trace.at(fakes)
         assert joint is not None
         try:
             with lazy_graph_code():
                 return self._symbolic.at(joint)
         except InfeasibleBudgetError:  # the search may miss what it found for larger sizes
-            if borrowed_calls is None:
+            if turns is None:
                 raise
-            self._own_plans, self._borrowing[key] = MAX_OWN_PLANS, borrowed_calls
+            self._own_plans, self._borrowing[key] = MAX_OWN_PLANS, turns
             return self._borrow(fakes, sizes)
 
     def _borrow(self, fakes: Sequence[Any], sizes: Sizes) -> Callable[..., Any] | None:
@@ -293,7 +297,7 @@ class ByShape:
         joint = self._symbolic.trace.at(fakes, any_sizes=True)
         if joint is None:
             return None
-        self._count(_shape(self._inputs, fakes))
+        self._count(self._traced_shape(fakes))
         with lazy_graph_code():
             made = self._symbolic.up_to(joint)
         if made is None:
@@ -303,7 +307,9 @@ class ByShape:
 
     def _learn(self, args: Sequence[Any], fakes: Sequence[Any], of: list[object]) -> None:
         """After some shapes, trace for all sizes; kept if it reproduces their graphs."""
-        examples = [example_value(given.node) for given in self._inputs]
+        inputs = [self._inputs[i] for i in self._traced]
+        examples = [example_value(given.node) for given in inputs]
+        fakes = [fakes[i] for i in self._traced]
         if not of or self._compile_all is None or any(map(_differs_beyond_sizes, examples, fakes)):
             return
         self._known.append((fakes, of))
@@ -312,14 +318,21 @@ class ByShape:
         compile_all, self._compile_all = self._compile_all, None
         try:
             with lazy_graph_code():
-                nodes = {given.node for given in self._inputs}
-                for_all = compile_all(_static(self._gm, {}, nodes), examples, args)
-            made = ((for_all.trace.at(known), wanted) for known, wanted in self._known)
-            if all(joint is not None and signature(joint) == wanted for joint, wanted in made):
-                self._symbolic = for_all
+                values = [args[i].item() for i in self._fixed]
+                numbers = {
+                    self._inputs[i].node: v for i, v in zip(self._fixed, values, strict=True)
+                }
+                static = _static(self._gm, numbers, {given.node for given in inputs})
+                for_all = compile_all(static, examples, [args[i] for i in self._traced])
+                made = ((for_all.trace.at(known), wanted) for known, wanted in self._known)
+                if all(joint is not None and signature(joint) == wanted for joint, wanted in made):
+                    self._symbolic, self._fixed_values = for_all, values
         except Exception as error:  # any of PyTorch's: each size is then traced, as before
             log.debug("a function cannot be traced for all sizes at once: %r", error)
         self._known = []
+
+    def _traced_shape(self, fakes: Sequence[Any]) -> Shape:
+        return _shape((self._inputs[i] for i in self._traced), fakes)
 
     def _count(self, shape: Shape) -> None:
         count = self._per_shape[shape] = self._per_shape.get(shape, 0) + 1
@@ -329,6 +342,16 @@ class ByShape:
                 " that changes with every call as a tensor",
                 count,
             )
+
+
+def _of_inputs(compiled: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
+    """A function of all inputs, of which the compiled one takes those at these positions."""
+
+    def run(*given: Any) -> Any:
+        return compiled(*(given[i] for i in positions))
+
+    setattr(run, REPORT, getattr(compiled, REPORT, None))
+    return run
 
 
 def _differs_beyond_sizes(example: Any, value: Any) -> bool:

@@ -23,7 +23,7 @@ from coop_plan.runtime.torch_internals.dynamo_graphs import (
     is_size,
 )
 from coop_plan.runtime.torch_internals.fakes import FakeTensor
-from coop_plan.runtime.torch_internals.joint_graphs import is_primal, is_tangent
+from coop_plan.runtime.torch_internals.joint_graphs import interpreted_module, is_primal, is_tangent
 from coop_plan.runtime.torch_internals.ops import is_view_op, negative_view, tree_flatten, tree_map
 
 
@@ -71,7 +71,7 @@ class Trace:
                 target: Any = node.target
                 values[node] = target(*args, **kwargs)
         reaches = [
-            _reach([at_sizes(n, bound) for n in shape], [at_sizes(n, bound) for n in stride])
+            reach([at_sizes(n, bound) for n in shape], [at_sizes(n, bound) for n in stride])
             for shape, stride in self._layouts
         ]
         return Sizes(tuple(values.values()), reaches)
@@ -97,7 +97,7 @@ class Trace:
                     making.call(node)
                 else:
                     making.end(node)
-        return fx.GraphModule(self._joint, making.graph)
+        return interpreted_module(self._joint, making.graph)
 
 
 class _Making:
@@ -144,9 +144,7 @@ class _Making:
         offset = at_sizes(like.storage_offset(), self._bound)
         made = torch.empty_strided(sizes, strides, dtype=like.dtype, device=like.device)
         if offset:
-            made = made.new_empty(offset + _reach(sizes, strides)).as_strided(
-                sizes, strides, offset
-            )
+            made = made.new_empty(offset + reach(sizes, strides)).as_strided(sizes, strides, offset)
         made = made.conj() if like.is_conj() else made
         return negative_view(made) if like.is_neg() else made
 
@@ -178,7 +176,7 @@ class _Making:
         made.meta = dict(node.meta)
 
 
-def _reach(sizes: Sequence[int], strides: Sequence[int]) -> int:
+def reach(sizes: Sequence[int], strides: Sequence[int]) -> int:
     """Elements from the first to the last of a tensor, both included."""
     if 0 in sizes:
         return 0

@@ -78,7 +78,8 @@ class ArenaPool:
             return False
         memory = self.allocate(invocation)
         if self.recorder.first:
-            self.recorder.open(memory, invocation.compiled)
+            others = [other for other in self._arenas if other is not memory]
+            self.recorder.open(memory, invocation.compiled, others)
         return True
 
     def allocate(self, invocation: Invocation) -> Memory:

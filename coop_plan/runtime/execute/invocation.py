@@ -95,10 +95,10 @@ class Invocation:
         The handle requires a gradient. PyTorch 2.11 detects a double backward by such a saved
         tensor, and AOTAutograd then refuses it; otherwise the gradients would count as constants.
         """
-        number, drop = self._number, _invocations.pop
+        number = self._number
         array = np.array(float(number))
         _invocations[number] = self
-        self._handle = weakref.ref(array, lambda _: drop(number, None))
+        self._handle = weakref.ref(array, lambda _: _drop(number))
         return torch.from_numpy(array).requires_grad_()
 
     def mark_overlap(self) -> None:
@@ -130,7 +130,7 @@ class Invocation:
 
     def release_arena(self, taken_by: str) -> None:
         """Release the memory, for `taken_by`."""
-        self.saved, self.memory = None, None
+        self.saved, self.memory, self._states = None, None, {}
         self.use_plan(self._alone)
         self.rerun_reason = f"{taken_by} needed its memory"
 
@@ -193,10 +193,16 @@ class Invocation:
             for (generator, _), state in zip(self._start, present, strict=True):
                 generator.set(state)
 
+    def rest(self) -> None:
+        """Let pages of its memory be freed before the process takes more than in its run."""
+        if self.memory is not None:
+            taken = self.run.counters()
+            self.memory.release_above(taken.before_bytes + taken.process_bytes)
+
     def finish(self) -> None:
         """Release the memory after the backward; the gradients in it keep their part alive."""
         self.held, self.leaves, self.handed = {}, {}, ()
-        self.memory = None
+        self.memory, self._states = None, {}
 
     def save_generator(self, op: int) -> None:
         """Save the generator's state before the first run of a random op."""
@@ -232,6 +238,13 @@ class Invocation:
         """Wait for transfer `number`."""
         assert self.transfers is not None
         self.transfers.wait(number)
+
+
+def _drop(number: int) -> None:
+    """Forget an invocation; one without a backward, as after an exception, has memory still."""
+    found = _invocations.pop(number, None)
+    if found is not None:
+        found.rest()
 
 
 def invocation_of(handle: torch.Tensor) -> Invocation:

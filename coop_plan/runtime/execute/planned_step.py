@@ -21,12 +21,11 @@ from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.invocation import Invocation, invocation_of
 from coop_plan.runtime.execute.lower_to_fx import inputs_of, snapshot_positions
 from coop_plan.runtime.execute.rng_state import Generator, default_generator
-from coop_plan.runtime.execute.transfers import TransferRunner
 from coop_plan.runtime.gradients import capture_adjust
 from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment
 from coop_plan.runtime.gradients.held_gradients import HeldGradients, handed_over, held_in_place
 from coop_plan.runtime.gradients.undefined import Undefined, outputs_used_within
-from coop_plan.runtime.iteration.joint_plan import RecordedCall
+from coop_plan.runtime.iteration.joint_plan import RecordedCall, input_bytes
 from coop_plan.runtime.iteration.recorder import TOLERANCE, IterationRecorder
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
@@ -216,14 +215,14 @@ class PlannedStep:
                 result = invocation.compiled.backward(invocation, given)
             result = self._undefined.left_out(result)
             recorder.returned(invocation, result)
-            peak = self._check_iteration(invocation, "backward")
+            within = self._check_iteration(invocation, "backward")
             if not invocation.in_joint_plan:
                 self._observe_hooks(invocation.inputs)
             self._finish(
                 invocation, [p for p in invocation.leaves if self._is_duplicated(invocation, p)]
             )
-            if peak is not None and not invocation.in_joint_plan:
-                self.report.measured_peak_bytes = peak
+            if within is not None and not invocation.in_joint_plan:
+                self.report.measured_peak_bytes, self.report.budget_bytes = within
             return result
 
         return boxed(backward)
@@ -266,6 +265,8 @@ class PlannedStep:
                 *(self.lines.begin, self.report.name, invocation.rerun_reason),
             )
         self.report.forwards_again += 1
+        # After a first backward (retain_graph=True), its gradients are held.
+        invocation.held_bytes = self._held_gradients.held(invocation.inputs)
         with invocation.rewound_generators():
             pool_of(invocation).allocate(invocation)
             if invocation.transfers is not None:
@@ -398,7 +399,7 @@ class PlannedStep:
         watched, compiled.measure_outside = compiled.measure_outside, False
         if compiled is not self._compiled:  # the report describes a newer plan
             return
-        self._measure(counters, sum(invocation.held_bytes.values()), invocation.transfers)
+        self._measure(counters, invocation)
         peak = self.report.measured_peak_bytes
         over = peak > self.report.budget_bytes + TOLERANCE
         if self._clock is not None:  # the counters have no peak there
@@ -421,8 +422,12 @@ class PlannedStep:
             ):
                 self._learned = True
 
-    def _check_iteration(self, invocation: Invocation, half: str) -> int | None:
-        """Report the half with which several graphs exceed their budget; returns their peak."""
+    def _check_iteration(self, invocation: Invocation, half: str) -> tuple[int, int] | None:
+        """Report the half with which several graphs exceed their budget.
+
+        Returns:
+            Their peak and their budget.
+        """
         recorder = pool_of(invocation).recorder
         found = recorder.measure(invocation)
         if found is None or self._clock is not None:  # the counters have no peak on CUDA
@@ -446,7 +451,7 @@ class PlannedStep:
                 log.warning("%s; once each call has its backward, the next one is planned", text)
             else:
                 log.warning("%s", text)
-        return peak
+        return found
 
     def _is_error(self, recorder: IterationRecorder) -> bool:
         """True if an excess is an error. A share is of the peak of all graphs of an iteration."""
@@ -492,11 +497,16 @@ class PlannedStep:
             self._warned = True
             log.warning("%s", text)
 
-    def _measure(self, counters: Counters, held_bytes: int, copies: TransferRunner | None) -> None:
-        report = self.report
+    def _measure(self, counters: Counters, invocation: Invocation) -> None:
+        report, copies = self.report, invocation.transfers
+        report.budget_bytes = invocation.compiled.budget_bytes
         report.measured_arena_bytes = counters.high_water_bytes
-        report.measured_peak_bytes = report.resident_bytes + held_bytes + counters.process_bytes
-        report.held_bytes = held_bytes
+        report.held_bytes = sum(invocation.held_bytes.values())
+        before = report.resident_bytes + report.held_bytes
+        if self._captured.any_sizes:
+            planned = sum(input_bytes(self._captured))
+            before -= planned - sum(input_bytes(self._captured, invocation.inputs))
+        report.measured_peak_bytes = before + counters.process_bytes
         report.outside_bytes = counters.outside_bytes
         found = []
         if counters.stray_count:

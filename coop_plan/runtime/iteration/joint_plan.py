@@ -20,6 +20,7 @@ from coop_plan.planner.core.errors import InfeasibleBudgetError
 from coop_plan.runtime.capture.joint_graph import RUNTIME, Captured
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.distributed.collectives import GROUP_THREADS
+from coop_plan.runtime.dynamic_shapes.symbolic_trace import reach
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.find_plan import plan_for
 from coop_plan.runtime.execute.lower_to_fx import inputs_of, tangents_of
@@ -55,8 +56,9 @@ class RecordedCall:
     """One call of a step while its iteration was recorded.
 
     `inputs` and `tangents` are storage addresses by position, `made` those of all outputs and
-    gradients; None stands for no tensor. `passing` are the positions of inputs that autograd made,
-    whose gradients it passes on; `fresh` are those of inputs allocated after the iteration began.
+    gradients; None stands for no tensor. `input_bytes` and `output_bytes` are those of this call.
+    `passing` are the positions of inputs that autograd made, whose gradients it passes on; `fresh`
+    are those of inputs allocated after the iteration began.
     `leaves` are the inputs whose gradients may be held, those at
     `accumulable` can be added to, and `environment` has the held ones. `released_at` is the first
     event at which an output or gradient was dead outside the graphs. `late` ones were still alive
@@ -72,8 +74,10 @@ class RecordedCall:
     released_at: dict[HalfOutput, int] = field(default_factory=dict)
     late: set[HalfOutput] = field(default_factory=set)
     inputs: Addresses = ()
+    input_bytes: Sequence[int] = ()
     tangents: Addresses = ()
     made: list[int | None] = field(default_factory=list)
+    output_bytes: Sequence[int] = ()
     fresh: Collection[int] = ()
     lent: Collection[int] = ()
     """Leaves that are empty when no half of the call runs: FSDP gathers them for each half."""
@@ -323,10 +327,21 @@ def stored(call: RecordedCall, node: object) -> list[int]:
     return [t for t in call.captured.storages[node] if t is not None]
 
 
-def input_bytes(call: RecordedCall) -> list[int]:
-    """Bytes of the storage of each input of a call; 0 for values without memory."""
-    tensors = call.captured.graph.tensors
-    return [sum(tensors[t].bytes for t in stored(call, n)) for n in inputs_of(call.captured)]
+def input_bytes(captured: Captured, values: Sequence[Any] | None = None) -> list[int]:
+    """Bytes of each input of a step as planned, or of the `values` of a call; 0 without memory.
+
+    Values are smaller than planned if the plan is one for any sizes.
+    """
+    stored = (captured.storages[node] for node in inputs_of(captured))
+    planned = [sum(captured.graph.tensors[t].bytes for t in of if t is not None) for of in stored]
+    if values is None:
+        return planned
+    if not captured.any_sizes:
+        return planned[: len(values)]
+    return [
+        min(size, value.element_size() * reach(value.shape, value.stride())) if size else 0
+        for size, value in zip(planned, values, strict=False)
+    ]
 
 
 def _passed_gradients(call: RecordedCall) -> set[int]:

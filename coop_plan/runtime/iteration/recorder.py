@@ -12,7 +12,7 @@ expected order is the one that followed the longest stretch of earlier iteration
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -105,7 +105,7 @@ class _Iteration:
         self.finished: list[Counters] = []
         self.made: set[int | None] = {None}
         self.inputs: dict[int | None, int] = {}
-        self.input_bytes = self.resident_bytes = 0
+        self.input_bytes = self.resident_bytes = self.absent_bytes = 0
         self.held_bytes: dict[int, int] = {}
         self.observed: dict[int, list[tuple[int, HalfOutput, Callable[[], bool]]]] = {}
 
@@ -120,18 +120,21 @@ class _Iteration:
     def count_inputs(self, number: int) -> int:
         """Count the inputs of a call; returns the bytes of those of other calls alone.
 
-        `resident_bytes` are those of inputs that existed before the iteration began.
+        `resident_bytes` are those of inputs that existed before the iteration began, and
+        `absent_bytes` what a plan for larger sizes has more.
         """
         own: dict[int | None, int] = {}
         call = self.calls[number]
         # Copies of inputs, the last ones, are made when the forward has begun.
-        for i, (address, size) in enumerate(zip(call.inputs, input_bytes(call), strict=False)):
+        planned = input_bytes(call.captured)
+        for i, (address, size) in enumerate(zip(call.inputs, call.input_bytes, strict=True)):
             own[address] = size
             if address is not None and address not in self.inputs:
                 self.inputs[address] = size
                 self.input_bytes += size
                 if i not in call.fresh and address not in self.made:
                     self.resident_bytes += size
+                    self.absent_bytes += planned[i] - size
         own.pop(None, None)
         return self.input_bytes - sum(own.values())
 
@@ -141,9 +144,7 @@ class _Iteration:
         for other, (backward, position), expired in itertools.chain(*self.observed.values()):
             call = self.calls[other]
             if other != number and not backward and not expired():
-                made = call.captured.output_args[position]
-                sizes = (call.captured.graph.tensors[t].bytes for t in stored(call, made))
-                alive[call.made[position]] = sum(sizes)
+                alive[call.made[position]] = call.output_bytes[position]
         return sum(size for address, size in alive.items() if address not in self.inputs)
 
     def continue_with(self, other: "_Iteration") -> None:
@@ -286,11 +287,16 @@ class IterationRecorder:
         others = (f() for i, f in enumerate(self._now.invocations) if i not in over)
         return ", ".join(sorted({f"'{f.name}'" for f in others if f not in (None, invocation)}))
 
-    def open(self, memory: Memory, compiled: CompiledPlan) -> None:
-        """Count the bytes of this iteration, which begins in this memory."""
+    def open(self, memory: Memory, compiled: CompiledPlan, others: Iterable[Memory]) -> None:
+        """Count the bytes of this iteration, which begins in this memory, and of `others`.
+
+        These are the other memories of its pool, in which its later calls may run.
+        """
         self._now.run = run = Run(compiled.arena)
         run.begin(memory, fresh=True, watch=compiled.measure_outside)
         compiled.arena.leave()
+        for other in others:
+            run.include(other)
 
     def forward(
         self, invocation: Invocation, step: object, call: RecordedCall, inputs: Sequence[Any]
@@ -301,11 +307,11 @@ class IterationRecorder:
         now = self._now
         number = now.add(invocation, step, call)
         if number:
-            call.inputs = input_addresses(inputs, now.made)
+            set_inputs(call, inputs, now.made)
             call.fresh = now.run.allocated(storage_addresses(inputs)) if now.run else ()
             first = now.calls[0]
             if not first.inputs and (earlier := now.invocations[0]()) is not None:
-                first.inputs = input_addresses(earlier.inputs, now.made)
+                set_inputs(first, earlier.inputs, now.made)
                 now.count_inputs(0)
             now.count_inputs(number)
         return self._next(number, False)
@@ -330,7 +336,7 @@ class IterationRecorder:
         number = self._recorded(invocation)
         if number is not None:
             call = self._now.calls[number]
-            call.inputs = input_addresses(invocation.inputs, self._now.made)
+            set_inputs(call, invocation.inputs, self._now.made)
             call.tangents = storage_addresses(tangents)
 
     def returned(self, invocation: Invocation, made: Sequence[Any]) -> None:
@@ -351,8 +357,10 @@ class IterationRecorder:
         """Record the outputs of a call, and the gradients held before the first backward."""
         now = self._now
         number = now.numbers[invocation]
-        now.calls[number].made += storage_addresses(made)
-        now.made.update(now.calls[number].made)
+        call = now.calls[number]
+        call.made += storage_addresses(made)
+        call.output_bytes = [v.untyped_storage().nbytes() if has_storage(v) else 0 for v in made]
+        now.made.update(call.made)
         now.observe(number, False, made, dict.fromkeys(range(len(made)), EVERY_EVENT))
         if not any(backward for _, backward in now.events):
             now.held_bytes |= invocation.held_bytes
@@ -370,7 +378,7 @@ class IterationRecorder:
             return None
         resident = now.resident_bytes
         if now.joint_plan is not None:
-            resident = now.joint_plan.report.resident_bytes
+            resident = now.joint_plan.report.resident_bytes - now.absent_bytes
         elif len(now.calls) == 1:
             return None
         held = sum(now.held_bytes.values())
@@ -650,12 +658,14 @@ def storage_addresses(values: Sequence[Any]) -> list[int | None]:
     ]
 
 
-def input_addresses(values: Sequence[Any], made: Container[int | None]) -> list[int | None]:
-    """Address of each input: of its storage if a call of the iteration made that, else its own.
+def set_inputs(call: RecordedCall, values: Sequence[Any], made: Container[int | None]) -> None:
+    """Set the bytes and the address of each input of a call.
 
-    Inputs may be parts of one storage, such as parameters in a flat buffer.
+    The address is that of its storage if a call of the iteration made that, else its own: inputs
+    may be parts of one storage, such as parameters in a flat buffer.
     """
-    return [
+    call.input_bytes = input_bytes(call.captured, values)
+    call.inputs = [
         address if address in made else value.data_ptr()
         for value, address in zip(values, storage_addresses(values), strict=True)
     ]

@@ -126,7 +126,11 @@ class Symbols:
 
     def bind(self, values: Sequence[Any]) -> dict[Any, int] | None:
         """The value of each symbol for these inputs; None if the trace is not valid for them."""
-        bound: dict[Any, int] = {}
+        environment = self._environment
+        replaced = environment.replacements  # with dynamic=True, also the width of an input
+        if environment.deferred_runtime_asserts or not all(v.is_Integer for v in replaced.values()):
+            return None
+        bound = {symbol: int(value) for symbol, value in replaced.items()}
         pairs = [
             pair
             for made, value in zip(self.inputs, values, strict=True)
@@ -136,9 +140,6 @@ class Symbols:
             if not isinstance(made, int) and made.node.expr.is_Symbol:
                 bound[made.node.expr] = size
         if any(at_sizes(made, bound) != size for made, size in pairs):
-            return None
-        environment = self._environment
-        if environment.deferred_runtime_asserts or environment.replacements:
             return None
         for symbol, allowed in environment.var_to_range.items():
             size = bound.get(symbol)  # None: of the base of a view

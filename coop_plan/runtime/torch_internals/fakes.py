@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo.utils import preserve_rng_state
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -29,10 +30,12 @@ __all__ = [
 def real_mode() -> Iterator[None]:
     """Run ops on real tensors during a trace: no fake mode, no autocast, no gradients.
 
-    The states of the generators are restored at the end.
+    The states of the generators are restored at the end. Without the Python dispatcher, which a
+    trace enables, an op takes as long as in a step: some µs less for each op that it calls.
     """
     with (
         unset_fake_temporarily(),
+        no_python_dispatcher(),
         torch.no_grad(),
         torch._C._DisableAutocast(),
         preserve_rng_state(),
