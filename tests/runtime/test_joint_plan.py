@@ -461,7 +461,7 @@ def test_what_a_process_groups_threads_may_still_hold_has_room(monkeypatch):
         between = [
             sum(t.bytes for t in plan.report.graph.tensors if t.name == "between") for plan in made
         ]
-        found.append((between, [sum(joint_plan.input_bytes(c)[p] for p in (0, 1)) for c in calls]))
+        found.append((between, [sum(c.input_bytes[p] for p in (0, 1)) for c in calls]))
         return made[1]
 
     monkeypatch.setattr(recorder, "plan_jointly", plan_with)
