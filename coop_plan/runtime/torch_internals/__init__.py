@@ -26,11 +26,20 @@ SUPPORTED = ((2, 11), (2, 16))
 """Tested versions of PyTorch: from the first one, up to but not including the second."""
 
 
+FUSED_SINCE = (2, 13)
+"""First version whose Inductor was seen to round the results of all ops as eager does."""
+
+
+def version() -> tuple[int, int]:
+    """Major and minor version of PyTorch."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return major, minor
+
+
 def warn_of_version() -> None:
     """Log a warning if the runtime was not tested with this version of PyTorch."""
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     oldest, beyond = SUPPORTED
-    if not oldest <= (major, minor) < beyond:
+    if not oldest <= version() < beyond:
         log.warning(
             "PyTorch %s was not tested with coop-plan; tested versions: %d.%d to below %d.%d",
             *(torch.__version__, *oldest, *beyond),
