@@ -18,6 +18,12 @@ from coop_plan.schemas import InvalidInputError
 WIDTH = 256
 
 
+@pytest.fixture(autouse=True)
+def without_onednn(monkeypatch):
+    """Products in bfloat16 without oneDNN, which packs weights into scratch with AVX-512."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
 def layers(reentrant=None, dtype=torch.float32, rows=512):
     """Blocks of a network, each with a checkpoint unless `reentrant` is None."""
     blocks = [
