@@ -8,7 +8,7 @@ from typing import Any, Literal
 from coop_plan.environment import VARIABLE
 from coop_plan.planner.options import OPTION_NAMES, PlanOptions
 from coop_plan.runtime.errors import OptionsError
-from coop_plan.runtime.torch_internals import why_not_fused
+from coop_plan.runtime.torch_internals import FUSED_SINCE, version
 from coop_plan.schemas import InvalidInputError
 
 MIN_ALIGNMENT = 64
@@ -103,8 +103,11 @@ class Options:
             if name in values and values[name] not in list(effects):
                 allowed = " or ".join(f'"{value}" ({effect})' for value, effect in effects.items())
                 raise OptionsError(f"{name} must be {allowed}")
-        if values.get("kernels") == "fused" and (reason := why_not_fused()):
-            raise OptionsError(f'kernels="fused" {reason}')
+        if values.get("kernels") == "fused" and version() < FUSED_SINCE:
+            raise OptionsError(
+                'kernels="fused" needs PyTorch {}.{} or newer: before, Inductor rounds otherwise'
+                " than eager".format(*FUSED_SINCE)
+            )
         for name in ("strict", "variants"):
             if not isinstance(values.get(name, False), bool):
                 raise OptionsError(f"{name} must be true or false")

@@ -205,7 +205,7 @@ def layered(a, b):
     return (wide * b.to(torch.bfloat16) + wide).t().sin(), wide.float().sum(0)
 
 
-@pytest.mark.skipif(bool(torch_internals.why_not_fused()), reason="refused")
+@pytest.mark.skipif(torch_internals.version() < torch_internals.FUSED_SINCE, reason="refused")
 def test_inductors_code_is_called_with_a_list_and_has_eagers_layouts_and_roundings():
     a, b = torch.randn(8, 16), torch.randn(16, 8).t()
     graph = inductor.decomposed(layered, fakes_like(a, b))

@@ -36,19 +36,6 @@ def version() -> tuple[int, int]:
     return major, minor
 
 
-def why_not_fused() -> str | None:
-    """Reason why fused kernels are refused; None if they were seen to repeat their bits.
-
-    Seen with AVX2: a step's bits differ between budgets, by a cause that is not known yet.
-    """
-    if version() < FUSED_SINCE:
-        needed = "PyTorch {}.{} or newer: before,".format(*FUSED_SINCE)
-        return f"needs {needed} Inductor rounds otherwise than eager"
-    if not torch.cuda.is_available() and torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return "needs AVX-512 on a CPU: with AVX2, bits differ between budgets"
-    return None
-
-
 def warn_of_version() -> None:
     """Log a warning if the runtime was not tested with this version of PyTorch."""
     oldest, beyond = SUPPORTED
