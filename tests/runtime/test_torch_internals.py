@@ -226,16 +226,22 @@ def fakes_like(*values):
     return made
 
 
-def test_inductor_compiles_apart_from_a_trace_and_keeps_its_code(monkeypatch):
+@pytest.fixture
+def found(monkeypatch):
+    """Whether Inductor found code on disk, by compilation."""
     cache = torch._inductor.codecache.FxGraphCache
-    found, load = [], cache.load_with_key
+    hits, load = [], cache.load_with_key
 
     def see(*args, **kwargs):
         code, info = load(*args, **kwargs)
-        found.append(code is not None)
+        hits.append(code is not None)
         return code, info
 
     monkeypatch.setattr(cache, "load_with_key", see)
+    return hits
+
+
+def test_inductor_compiles_apart_from_a_trace_and_keeps_its_code(found):
     contexts = []
 
     def backend(gm, inputs):
@@ -255,6 +261,25 @@ def test_inductor_compiles_apart_from_a_trace_and_keeps_its_code(monkeypatch):
         assert contexts == [True]
         assert found[-1]
         assert len(found) == 2
+
+
+def test_inductors_code_on_disk_is_of_the_instruction_set(found, monkeypatch, tmp_path):
+    """Code for wider vectors gave wrong numbers and wrote beyond its results."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x = torch.randn(7, 33)
+    graph = inductor.decomposed(lambda x: (x * x + 1,), fakes_like(x))
+    digests = set()
+    with assumed("the tag of keys, and the instruction set that Inductor chooses"):
+        for capability in ("default", None, "default"):
+            if capability is None:
+                monkeypatch.delenv("ATEN_CPU_CAPABILITY")
+            else:
+                monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+            digests.add(inductor.settings_digest())
+            (made,) = inductor.compile_graph(graph, [x])([x])
+            assert torch.equal(made, x * x + 1)
+        assert found == [False, False, True]
+        assert len(digests) == 2
 
 
 def test_inductors_settings_have_a_digest():

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
+compiler_config: Any = torch.compiler.config
 _aten = torch.ops.aten
 _prims = torch.ops.prims
 
@@ -69,20 +70,29 @@ SETTINGS: dict[str, Any] = {"emulate_precision_casts": True, "deterministic": Tr
 Assumed: `make_fx` reads the first one, too, and marks the ops whose results are rounded."""
 
 
+def _instruction_set() -> str:
+    """Vector instructions of the CPU that Inductor writes code for."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa  # takes a second to import
+
+    return str(pick_vec_isa())
+
+
 @contextmanager
 def _outside_traces() -> Iterator[FakeTensorMode]:
     """A fake mode and tracing context apart from those that a backend of Dynamo runs in.
 
     Assumed: the tracing context is thread-local; Inductor writes to it. Its code is cached on disk
     if the context's fake mode may have symbols, and AOTAutograd's cache (`kept_traces`) does not
-    bundle it.
+    bundle it. The keys of that cache leave the instruction set out, but have a tag.
     """
+    tag = f"{compiler_config.cache_key_tag} {_instruction_set()}"
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with (
         tracing(TracingContext(mode)),
         torch.no_grad(),
         _disable_current_modes(),
         config.patch(SETTINGS),
+        compiler_config.patch(cache_key_tag=tag),
         functorch_config.patch(bundled_autograd_cache=False),
     ):
         yield mode
@@ -121,9 +131,9 @@ def compile_graph(graph: fx.Graph, examples: Sequence[torch.Tensor]) -> BoxedKer
 
 
 def settings_digest() -> str:
-    """Digest of all settings of Inductor that change its code."""
+    """Digest of the instruction set and all settings of Inductor, which change its code."""
     with config.patch(SETTINGS):
-        return str(config.get_hash().hex())
+        return f"{config.get_hash().hex()} {_instruction_set()}"
 
 
 def _traced(run: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
