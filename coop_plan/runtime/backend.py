@@ -209,7 +209,7 @@ class _Compilation:
 
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """AOTAutograd's function for a static graph, traced now or in an earlier start."""
-        trace = KeptTrace(graph, inputs, self.options.kernels)
+        trace = KeptTrace(graph, inputs)
         if self.sign or not trace.can_be_kept:
             return self._traced(graph, inputs, lambda compiler: compiler)
         self.trace = trace

@@ -356,11 +356,13 @@ def test_a_kept_trace_of_a_start_is_used_by_the_next():
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_a_trace_of_eager_kernels_is_not_one_of_fused_kernels(always_fused):
+def test_a_kept_trace_of_eager_kernels_serves_fused_ones(always_fused):
     torch.manual_seed(0)
     model, x = Transformer(), ids()
     train(model, x, fused("60%", kernels="eager"), steps=1)
-    train(model, x, fused("60%"), steps=1)
+    with traced_ops() as traced:
+        train(model, x, fused("60%"), steps=1)
+    assert not traced
     assert regions(runtime.reports()[-1])
 
 

@@ -51,14 +51,12 @@ class Joint(NamedTuple):
 class KeptTrace:
     """The trace of one compilation: found on disk, or written there.
 
-    `graph` and `inputs` are Dynamo's; `kernels` is the option. After a compilation in `lookup`,
-    `found` is the joint graph of an earlier trace, and `slots` are the places of its forward and
-    backward.
+    `graph` and `inputs` are Dynamo's. After a compilation in `lookup`, `found` is the joint graph
+    of an earlier trace, and `slots` are the places of its forward and backward.
     """
 
     graph: fx.GraphModule
     inputs: Sequence[Any]
-    kernels: str
     found: Joint | None = None
     slots: tuple[CodeSlot, CodeSlot] | None = None
     _key: str = ""
@@ -90,7 +88,7 @@ class KeptTrace:
 
     def _find(self, key: str, inputs: Sequence[Any]) -> Any:
         mode = next(value.fake_mode for value in inputs if isinstance(value, FakeTensor))
-        self._key = traces.key_of(json.dumps([key, self.kernels, _signature(self.graph, inputs)]))
+        self._key = traces.key_of(json.dumps([key, _signature(self.graph, inputs)]))
         record = traces.read(self._key)
         if record is None:
             return None
