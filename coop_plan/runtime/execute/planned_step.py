@@ -17,6 +17,7 @@ from coop_plan.runtime.device.arena import Counters, Memory
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.errors import BudgetExceededError, CudaGraphError, RuntimeRefusalError
 from coop_plan.runtime.execute.arena_pool import ArenaPools, pool_of, take_saved
+from coop_plan.runtime.execute.budget_check import BudgetCheck
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.invocation import Invocation, invocation_of
 from coop_plan.runtime.execute.lower_to_fx import inputs_of, snapshot_positions
@@ -26,7 +27,7 @@ from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment
 from coop_plan.runtime.gradients.held_gradients import HeldGradients, handed_over, held_in_place
 from coop_plan.runtime.gradients.undefined import Undefined, outputs_used_within
 from coop_plan.runtime.iteration.joint_plan import RecordedCall, input_bytes
-from coop_plan.runtime.iteration.recorder import TOLERANCE, IterationRecorder
+from coop_plan.runtime.iteration.recorder import TOLERANCE
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport
@@ -47,9 +48,6 @@ _planning = fork_safe_lock()
 
 RELEASE_POLLS = 50
 """Polls (1 ms) for gradients to be released before re-planning."""
-
-WARM_UP_STEPS = 2
-"""First steps on CUDA, in which libraries allocate their workspaces."""
 
 
 class PlannedStep:
@@ -78,12 +76,10 @@ class PlannedStep:
         self._captured = captured
         self._call = call
         self._strict = options.strict
-        self._in_bytes = options.plan.budget.kind == "bytes"
         budget, name = plan.budget_bytes, report.name
         self._held_gradients = HeldGradients(captured, now, options, budget, name, history)
         self._finished: tuple[weakref.ref[Memory], CompiledPlan] | None = None
-        self._warned = False
-        self._known_excess = 0  # excess of an iteration
+        self._check = BudgetCheck(report, lines, options)
         self._hooks_noted = False
         self._replan_failed = False
         self._learned = False
@@ -182,7 +178,7 @@ class PlannedStep:
             outputs = made[: self._outputs]
             invocation.keep_saved(made[self._outputs :], outputs)
             pool.recorder.received(invocation, outputs)
-            self._check_iteration(invocation, "forward")
+            self._measure_iteration(invocation, "forward")
             return (*outputs, handle)
 
         return boxed(forward)
@@ -215,7 +211,7 @@ class PlannedStep:
                 result = invocation.compiled.backward(invocation, given)
             result = self._undefined.left_out(result)
             recorder.returned(invocation, result)
-            within = self._check_iteration(invocation, "backward")
+            within = self._measure_iteration(invocation, "backward")
             if not invocation.in_joint_plan:
                 self._observe_hooks(invocation.inputs)
             self._finish(
@@ -403,7 +399,7 @@ class PlannedStep:
         peak = self.report.measured_peak_bytes
         over = peak > self.report.budget_bytes + TOLERANCE
         if self._clock is not None:  # the counters have no peak there
-            self._report_strays(counters)
+            self._check.allocations(counters)
             over = False
         if not invocation.alone:
             return
@@ -411,7 +407,7 @@ class PlannedStep:
             self._handed, over = True, False
         outside = 0
         if over:
-            self._report_excess(counters, pool_of(invocation).recorder)
+            self._check.step(counters, pool_of(invocation).recorder)
             if not watched:
                 compiled.measure_outside = True
             # All of it, not only the excess: the next plan may use what this one left free.
@@ -422,80 +418,14 @@ class PlannedStep:
             ):
                 self._learned = True
 
-    def _check_iteration(self, invocation: Invocation, half: str) -> tuple[int, int] | None:
-        """Report the half with which several graphs exceed their budget.
-
-        Returns:
-            Their peak and their budget.
-        """
+    def _measure_iteration(self, invocation: Invocation, half: str) -> tuple[int, int] | None:
+        """Peak of several graphs in an iteration after a half, and their budget, checked."""
         recorder = pool_of(invocation).recorder
         found = recorder.measure(invocation)
         if found is None or self._clock is not None:  # the counters have no peak on CUDA
             return None
-        peak, budget = found
-        if peak > budget + TOLERANCE + self._known_excess:
-            self._known_excess = peak - budget
-            text = (
-                f"{self.lines.begin}: with the {half} of '{self.report.name}', the graphs of one"
-                f" iteration used {format_bytes(peak)} of their budget of {format_bytes(budget)}"
-            )
-            if waiting := recorder.waiting_names(invocation):
-                text += (
-                    f"; {format_bytes(recorder.bytes_beside(invocation))} are inputs and outputs of"
-                    f" other calls, some of which wait for their backward ({waiting}): those"
-                    " without one belong under torch.no_grad()"
-                )
-            if self._is_error(recorder):
-                raise BudgetExceededError(text)
-            if recorder.will_plan:
-                log.warning("%s; once each call has its backward, the next one is planned", text)
-            else:
-                log.warning("%s", text)
+        self._check.iteration(*found, invocation, recorder, half)
         return found
-
-    def _is_error(self, recorder: IterationRecorder) -> bool:
-        """True if an excess is an error. A share is of the peak of all graphs of an iteration."""
-        return self._strict and (self._in_bytes or not recorder.will_plan_jointly)
-
-    def _excess(self) -> str:
-        report = self.report
-        return (
-            f"{self.lines.begin}: '{report.name}' used {format_bytes(report.measured_peak_bytes)}"
-            f" of its budget of {format_bytes(report.budget_bytes)}"
-        )
-
-    def _report_excess(self, counters: Counters, recorder: IterationRecorder) -> None:
-        text = self._excess()
-        if counters.stray_count:
-            text += f"; outside the plan: {self.report.outside_plan}"
-        self._raise_or_warn(text, self._is_error(recorder))
-
-    def _report_strays(self, counters: Counters) -> None:
-        """Report allocations outside the plan on CUDA, where only their sum is counted.
-
-        In the first steps libraries allocate workspaces, once for each thread.
-        """
-        if not counters.outside_bytes or self.report.steps_run <= WARM_UP_STEPS:
-            return
-        text = (
-            f"{self.lines.begin}: ops of '{self.report.name}' allocated"
-            f" {format_bytes(counters.outside_bytes)} in total outside their planned addresses:"
-            " its budget may have been exceeded"
-        )
-        if counters.conflict_slot >= 0:
-            text += f"; {self.report.outside_plan}"
-        self._raise_or_warn(text, self._strict)
-
-    def _raise_or_warn(self, text: str, error: bool) -> None:
-        """Raise, or warn once."""
-        if error:
-            raise BudgetExceededError(text)
-        self._warn(text)
-
-    def _warn(self, text: str) -> None:
-        if not self._warned:
-            self._warned = True
-            log.warning("%s", text)
 
     def _measure(self, counters: Counters, invocation: Invocation) -> None:
         report, copies = self.report, invocation.transfers
