@@ -246,7 +246,7 @@ class ByShape:
         if self._fixed_values == [args[i].item() for i in self._fixed]:
             found = self._from_trace([fakes[i] for i in self._traced], key)
             if found is not None:
-                return _of_inputs(found, self._traced)
+                return _of_inputs(found, self._traced) if self._fixed else found
         self._own_plans += 1
         numbers = {
             given.node: value.item() if given.boxed else value
