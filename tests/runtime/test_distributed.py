@@ -42,7 +42,8 @@ def test_the_example_s_processes_are_within_their_budgets(name, tmp_path):
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
-    assert len(re.findall(r"rank [01]: .*, within its budget: True", done.stdout)) == 2
+    # A line may hold both ranks' texts: `print` writes a text and its end apart.
+    assert re.findall("within its budget: (True|False)", done.stdout) == ["True", "True"]
 
 
 class Block(nn.Module):
