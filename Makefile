@@ -116,7 +116,7 @@ gpu-bundle: $(READY) ## Collect the wheels for the checks on a GPU machine into 
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
 	  --implementation cp --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
 	  --constraint constraints.txt --dest .gpu $(GPU_WHEELS)
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir .gpu .
+	COOP_PLAN_KERNELS=0 $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir .gpu .
 	@du -sh .gpu
 
 # Images whose publishers move their tags. That of the service is pinned where it is pushed.

@@ -63,10 +63,11 @@ def sources(clone, tmp_path_factory):
     return folder / "repository"
 
 
-def build_wheel(sources, to):
-    """The path of the wheel built from `sources`."""
+def build_wheel(sources, to, kernels="0"):
+    """The path of the wheel built from `sources`; kernels take two minutes to compile."""
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
-        "--no-index", "--wheel-dir", to, sources)  # fmt: skip
+        "--no-index", "--wheel-dir", to, sources,
+        env=os.environ | {"COOP_PLAN_KERNELS": kernels})  # fmt: skip
     [wheel] = to.glob("*.whl")
     return wheel
 
@@ -84,7 +85,13 @@ def sdist(sources, tmp_path_factory):
 @pytest.fixture(scope="module")
 def wheel(sources, sdist, tmp_path_factory):
     """The path of the wheel; after `sdist`, as both write to the folder of the sources."""
-    return build_wheel(sources, tmp_path_factory.mktemp("wheel"))
+    return build_wheel(sources, tmp_path_factory.mktemp("wheel"), kernels="1")
+
+
+def sources_in(archive):
+    """Names of the files in a wheel, without those that were compiled and their list."""
+    names = (name for name in archive.namelist() if "/_kernels_" not in name)
+    return sorted(name for name in names if not name.endswith(".dist-info/WHEEL"))
 
 
 def expected():
@@ -104,7 +111,7 @@ def test_the_names_at_the_top_are_links_into_the_package():
 
 def test_a_clone_without_links_makes_the_same_wheel(clone, wheel, tmp_path):
     with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(build_wheel(clone, tmp_path)) as other:
-        assert sorted(one.namelist()) == sorted(other.namelist())
+        assert sources_in(one) == sources_in(other)
 
 
 def test_the_wheel_holds_the_package_and_its_metadata_only(wheel):
@@ -114,6 +121,9 @@ def test_the_wheel_holds_the_package_and_its_metadata_only(wheel):
         text = archive.read(metadata).decode()
     info = metadata.partition("/")[0]
     files = {name for name in names if not name.startswith(f"{info}/")}
+    [kernels] = files - expected()
+    assert re.fullmatch(r"coop_plan/planner/_kernels_\w{16}\.cpython-.*\.so", kernels)
+    files.remove(kernels)
     assert files == expected()
     assert {Path(name).suffix for name in files} == SHIPPED
     assert f"{info}/licenses/LICENSE" in names
@@ -135,11 +145,12 @@ def test_the_source_distribution_holds_the_package_and_makes_the_same_wheel(sdis
         "README.md",
         "pyproject.toml",
         "setup.cfg",
+        "setup.py",
     }
     [unpacked] = [path for path in tmp_path.iterdir() if path.is_dir()]
     again = build_wheel(unpacked, tmp_path)
     with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
-        assert sorted(first.namelist()) == sorted(second.namelist())
+        assert sources_in(first) == sources_in(second)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +185,6 @@ def users(tmp_path_factory):
 def call(installed, users):
     """Run a command of the environment in the user's folder, which Python searches first."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-    environment["NUMBA_DISABLE_JIT"] = "1"  # to compile the kernels once more takes a minute
 
     def call(command, *arguments, **options):
         return run(installed / command, *arguments, cwd=users, env=environment | options).stdout
@@ -219,6 +229,27 @@ def test_python_plans_beside_a_users_packages(call, users):
     method, steps = call("python", script).split()
     assert method == "coop"
     assert int(steps) >= len(load_graph(users / "graph.json").ops)
+
+
+COMPARE = """
+import sys, coop_plan
+graph = coop_plan.load_graph("graph.json")
+for method in ("coop-offline", "delta", "dtr", "optimal"):
+    made = coop_plan.plan(graph, "70%", method=method, link="16GB/s")
+    print(method, made.overhead, made.arena_bytes)
+made = coop_plan.plan(graph, "min", time_limit=60)
+print(made.budget_bytes, "numba" in sys.modules, "llvmlite" in sys.modules)
+"""
+
+
+def test_an_installed_planner_needs_no_numba_and_plans_as_one_that_compiles(call, users):
+    (users / "compare.py").write_text(COMPARE)
+    *plans, last = call("python", "compare.py", PATH="/nowhere").splitlines()
+    *ours, same = run(sys.executable, "compare.py", cwd=users).stdout.splitlines()
+    assert plans == ours
+    assert last.split() == [same.split()[0], "False", "False"]
+    assert same.endswith("True True")
+    assert call("coop-plan", "warm") == "all are compiled\n"
 
 
 IMPORT_TORCH = "import torch; print(torch.nn.Module.__call__.__code__.co_filename)"

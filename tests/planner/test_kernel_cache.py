@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 import coop_plan.planner
-import coop_plan.planner.core.jit as kernels
+import coop_plan.planner.core.numba_jit as kernels
 from coop_plan.planner import Progress, plan
+from coop_plan.planner.core.kernel_types import entries, type_of
 from coop_plan.planner.exact.model.separation import RelaxedSolution
-from coop_plan.planner.kernels import ALL, LAYOUT, MODULES, TRANSFERS, _entries, _type
+from coop_plan.planner.kernels import ALL, LAYOUT, MODULES, TRANSFERS
 from coop_plan.planner.placement import place
 from tests.support import make_graph, run_together
 
@@ -120,7 +121,7 @@ def compiled_for_other_types():
         plan(graph, "min", method=method, link="1GB/s")
     plan(graph, "60%", method="coop-offline", link="1GB/s", time_limit=1)
     place([0, 1, 2], [2, 3, 4], [5, 6, 7], time_limit=1, fixed=[0, -1, -1])
-    found = [entry for name in ALL for entry in _entries(name) if entry[0].overloads]
+    found = [entry for name in ALL for entry in entries(name) if entry[0].overloads]
     assert len(found) > 10
     return [k.__name__ for k, of in found if k.__name__ != "_root" and set(k.overloads) != {of}]
 
@@ -140,13 +141,13 @@ def test_a_kernel_is_compiled_for_the_types_of_its_annotations():
         np.zeros((1, 1), np.bool_),
         *(np.zeros(1, np.int64) for _ in range(3)),
     )
-    assert numba.typeof(model) == _type(RelaxedSolution)
+    assert numba.typeof(model) == type_of(RelaxedSolution)
 
 
 PLANNED = """
 import sys
 from coop_plan.planner import plan
-from coop_plan.planner.core.jit import ENTRIES
+from coop_plan.planner.core.numba_jit import ENTRIES
 from coop_plan.schemas import load_graph
 
 plan(load_graph(sys.argv[1]), "60%", method=sys.argv[2], time_limit=3, link=sys.argv[3] or None)
@@ -379,12 +380,13 @@ AT_ONCE = """
 import sys, time
 from numba import int64
 sys.path.insert(0, ".")
+import coop_plan.planner.core.kernel_types as types
 import coop_plan.planner.kernels as kernels
 from kernel import double
 
 compile_it = double.compile
 double.compile = lambda signature: (time.sleep(3), compile_it(signature))[1]
-kernels._entries = lambda module: [(double, (int64,))]
+types.entries = lambda module: [(double, (int64,))]
 print("ready", flush=True)
 sys.stdin.readline()
 print(kernels.compile_modules(("some",)), double(2))

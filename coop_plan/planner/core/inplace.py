@@ -7,7 +7,7 @@ transversal matroid (Edmonds and Fulkerson, 1965), so greedy is optimal.
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import Arrays, Flags, Ints
+from coop_plan.planner.core.arrays import Arrays, Flags, IntTable
 from coop_plan.planner.core.jit import linked, njit
 
 
@@ -59,7 +59,7 @@ def choose_pairs(a: Arrays, variant: int, allowed: Flags) -> Flags:
 
 
 @njit
-def working_set_bytes(a: Arrays) -> Ints:
+def working_set_bytes(a: Arrays) -> IntTable:
     """Working set of each variant in its first run and in a rerun, bytes rounded up: (2, variants).
 
     Inputs, outputs and workspace; a pair that can share one address counts once. A rerun writes

@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coop_plan.planner.core.arrays import FloatTable, Ints
+from coop_plan.planner.core.arrays import FloatTable, Ints, IntTable
 from coop_plan.planner.core.jit import njit
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 
@@ -78,7 +78,7 @@ class RelaxedSolution(NamedTuple):
 @njit
 def most_violated(
     s: RelaxedSolution, low: int, min_violation: float, per_interval: int, per_op: int
-) -> tuple[Vector, Ints, Ints]:
+) -> tuple[Vector, IntTable, Ints]:
     """Most violated cuts that begin at time point number `low`, for each later time point.
 
     The number of cuts per interval and per op at the end of a path is limited (see
