@@ -13,7 +13,6 @@ from unittest import mock
 
 from numba.core import config
 from numba.core.compiler import Flags
-from numba.pycc import cc, compiler
 
 from coop_plan.planner.core.jit import extension_name, kernel_name
 from coop_plan.planner.core.kernel_types import entries, result_type
@@ -22,6 +21,8 @@ from coop_plan.planner.kernels import ALL
 
 def build(folder: Path, modules: tuple[str, ...] = ALL) -> Path:
     """Compile the kernels of modules in `planner`; returns the extension module's path."""
+    from numba.pycc import cc, compiler  # its import warns that another way will come
+
     settings: Any = config
     settings.CPU_NAME, settings.CPU_FEATURES = "generic", ""  # of functions that kernels call
     library: Any = cc
