@@ -63,11 +63,11 @@ def sources(clone, tmp_path_factory):
     return folder / "repository"
 
 
-def build_wheel(sources, to, kernels="0"):
+def build_wheel(sources, to, kernels="0", **environment):
     """The path of the wheel built from `sources`; kernels take two minutes to compile."""
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
         "--no-index", "--wheel-dir", to, sources,
-        env=os.environ | {"COOP_PLAN_KERNELS": kernels})  # fmt: skip
+        env=os.environ | {"COOP_PLAN_KERNELS": kernels} | environment)  # fmt: skip
     [wheel] = to.glob("*.whl")
     return wheel
 
@@ -112,6 +112,11 @@ def test_the_names_at_the_top_are_links_into_the_package():
 def test_a_clone_without_links_makes_the_same_wheel(clone, wheel, tmp_path):
     with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(build_wheel(clone, tmp_path)) as other:
         assert sources_in(one) == sources_in(other)
+
+
+def test_without_a_compiler_a_wheel_has_the_sources_alone(clone, tmp_path):
+    with zipfile.ZipFile(build_wheel(clone, tmp_path, kernels="1", PATH="/nowhere")) as archive:
+        assert {name for name in archive.namelist() if ".dist-info/" not in name} == expected()
 
 
 def test_the_wheel_holds_the_package_and_its_metadata_only(wheel):
