@@ -11,10 +11,13 @@ import time
 from collections import defaultdict
 from importlib import import_module
 from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import numba
 import numpy as np
+import numpy.typing as npt
 import pytest
+import typing_extensions
 
 import coop_plan.planner
 import coop_plan.planner.core.numba_jit as kernels
@@ -143,6 +146,15 @@ def test_a_kernel_is_compiled_for_the_types_of_its_annotations():
         *(np.zeros(1, np.int64) for _ in range(3)),
     )
     assert numba.typeof(model) == type_of(RelaxedSolution)
+
+
+def test_numpys_array_type_may_be_an_alias():
+    """From Python 3.12 on `NDArray` is made by a `type` statement."""
+    kind = TypeVar("kind", bound=np.generic)
+    value = np.ndarray[tuple[Any, ...], np.dtype[kind]]
+    alias = typing_extensions.TypeAliasType("NDArray", value, type_params=(kind,))
+    assert type_of(alias[np.int64]) == type_of(npt.NDArray[np.int64])
+    assert type_of(Annotated[alias[np.float64], 2]) == numba.float64[:, ::1]
 
 
 PLANNED = """

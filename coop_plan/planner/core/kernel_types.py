@@ -48,6 +48,9 @@ def type_of(hint: Any) -> Any:
     dimensions = 1
     if get_origin(hint) is Annotated:
         hint, dimensions = get_args(hint)
+    alias = get_origin(hint)
+    if hasattr(alias, "__value__"):  # NumPy's NDArray from Python 3.12 on
+        hint = alias.__value__[get_args(hint)]
     if hint in NUMBERS:
         return NUMBERS[hint]
     if get_origin(hint) is tuple:
