@@ -115,11 +115,8 @@ def _figures_on(
     assert eager is not None
     available = int((there.memory_bytes - there.context) / (1 + margin))
     outside = eager.outside_step(sum(tensor.bytes for tensor in graph.tensors if tensor.resident))
-    # On CUDA the runtime has no gradients in its arena: each would hold all pages of it.
-    budget = Budgeting(available - outside, "gradients" if there.kind == "cpu" else "outside")
-    options: dict[str, Any] = {"budget": budget.bytes}
-    if budget.outputs != "outside":
-        options["outputs"] = budget.outputs
+    budget = Budgeting(available - outside, "gradients")
+    options = {"budget": budget.bytes, "outputs": budget.outputs}
 
     def of(made: Plan | None, batch: int | None = None) -> dict[str, Any]:
         """A plan's figures; `peak_bytes` includes the bytes outside the step."""
