@@ -165,6 +165,13 @@ def test_as_it_is_means_eager_alone(ask):
     assert "batch 4 needs 900 B, and there are 899 B" in table
 
 
+def test_a_step_without_a_loss_is_named(ask):
+    eager = EagerMemory(step=EagerParts(weights=600), dtype="float32", without_loss=(4, 16))
+    _, table, _ = ask(failing(None), "--device", "one,two", eager=eager)
+    assert table.count("returns no scalar, but (4, 16): the memory of a loss is not in it") == 1
+    assert "no scalar" not in ask(failing(None), "--device", "one")[1]
+
+
 def test_options_of_an_optimizer_need_one(ask):
     code, _, err = ask(failing(None), "--device", "one", "--update", "fused")
     assert code == 2

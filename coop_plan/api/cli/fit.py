@@ -123,6 +123,9 @@ def _print(row: dict[str, Any], width: int, first: bool) -> None:
     )
     click.echo(_line(row["device"], width, cells))
     click.echo(f"  {_advice(row)}")
+    if first and row["without_loss"]:
+        shape = tuple(row["without_loss"])
+        click.echo(f"  the step returns no scalar, but {shape}: the memory of a loss is not in it")
     for size, found in (("batch", row["largest"]), ("length", row["longest"])):
         texts = [
             f"{largest[size] or 'none'} within {name}"

@@ -42,6 +42,7 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
         update_bytes: largest temporaries of the optimizer.
         loading_bytes: peak while the model was built, where it was built on this device.
         dtype: dtype of most of the parameters.
+        without_loss: shape of the step's first output, if none is a scalar.
     """
 
     step: EagerParts
@@ -49,6 +50,7 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
     update_bytes: int = 0
     loading_bytes: int = 0
     dtype: str = ""
+    without_loss: tuple[int, ...] = ()
 
     @property
     def peak(self) -> EagerParts:
