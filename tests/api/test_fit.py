@@ -165,6 +165,34 @@ def test_as_it_is_means_eager_alone(ask):
     assert "batch 4 needs 900 B, and there are 899 B" in table
 
 
+def test_a_first_call_that_needs_more_than_the_device_has_is_named(ask):
+    """It measures each op on copies of its inputs, the parameters included."""
+    tensors = [("parameter", 20_000), ("activation", 512), ("output", 8)]
+    ops = [
+        {
+            "id": k,
+            "inputs": [k],
+            "outputs": [k + 1],
+            "cost_us": 1.0,
+            "phase": "forward",
+            "name": "f",
+        }
+        for k in range(2)
+    ]
+    document = {
+        "schema": "coop-plan/graph/1",
+        "name": "one",
+        "device": {"kind": "cpu"},
+        "tensors": [{"id": k, "kind": kind, "bytes": n} for k, (kind, n) in enumerate(tensors)],
+        "ops": ops,
+    }
+    graph = parse_graph(document)
+    for memory, named in ((40_511, True), (40_512, False)):
+        code, table, _ = ask(lambda *_: graph, "--device", "one", memory=memory)
+        assert code == 0
+        assert ("its first call measures ops on copies of their inputs" in table) == named
+
+
 def test_a_step_without_a_loss_is_named(ask):
     eager = EagerMemory(step=EagerParts(weights=600), dtype="float32", without_loss=(4, 16))
     _, table, _ = ask(failing(None), "--device", "one,two", eager=eager)

@@ -42,7 +42,7 @@ def layers(reentrant=None, dtype=torch.float32, rows=512):
 
 def with_logits():
     """A loss, and the tensor that it is of, as a transformers model returns both."""
-    step, args, model = layers()
+    _, args, model = layers()
     head = nn.Linear(WIDTH, 2048)
 
     def both(x):

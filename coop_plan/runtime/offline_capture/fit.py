@@ -27,6 +27,7 @@ UNKNOWN = (
     "keep_all",
     "smallest",
     "within",
+    "first_call_bytes",
 )
 """Figures that are None if the device has an error."""
 
@@ -153,6 +154,7 @@ def _figures_on(
         "keep_all": of(found.kept),
         "smallest": smallest,
         "within": within or None,
+        "first_call_bytes": _first_call_bytes(graph),
     }
     for size in searched:
         try:
@@ -160,6 +162,16 @@ def _figures_on(
         except InvalidInputError as error:
             return figures | {"error": f"no largest {size}: {error}"}
     return figures
+
+
+def _first_call_bytes(graph: Graph) -> int:
+    """Bytes of a step's first call, which measures each op on copies of its inputs."""
+    size = {tensor.id: tensor.bytes for tensor in graph.tensors}
+    resident = sum(tensor.bytes for tensor in graph.tensors if tensor.resident)
+    largest = max(
+        sum(size[t] for t in {*op.inputs, *op.outputs}) + op.workspace_bytes for op in graph.ops
+    )
+    return resident + largest
 
 
 def _largest(
