@@ -193,6 +193,19 @@ def test_a_first_call_that_needs_more_than_the_device_has_is_named(ask):
         assert ("its first call measures ops on copies of their inputs" in table) == named
 
 
+def test_shards_have_their_part_of_weights_gradients_and_states(ask):
+    step = EagerParts(weights=801, gradients=100, states=1600, activations=500, other=50)
+    update = EagerParts(weights=801, gradients=800, states=1600, update=800, other=50)
+    eager = EagerMemory(step=step, update=update, dtype="float32")
+    for shards, held in ((1, 4051), (8, 550 + 313)):
+        _, out, _ = ask(failing(None), "--device", "one", "--shards", shards, "--json", eager=eager)
+        [row] = json.loads(out)
+        assert (row["shards"], row["shard_bytes"]) == (shards, held)
+    _, table, _ = ask(failing(None), "--device", "one", "--shards", 8, eager=eager)
+    assert "of 8 shards each takes 863 B in eager PyTorch, without the gathered weights" in table
+    assert "shards" not in ask(failing(None), "--device", "one")[1]
+
+
 def test_a_step_without_a_loss_is_named(ask):
     eager = EagerMemory(step=EagerParts(weights=600), dtype="float32", without_loss=(4, 16))
     _, table, _ = ask(failing(None), "--device", "one,two", eager=eager)

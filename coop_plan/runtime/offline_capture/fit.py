@@ -28,6 +28,7 @@ UNKNOWN = (
     "smallest",
     "within",
     "first_call_bytes",
+    "shard_bytes",
 )
 """Figures that are None if the device has an error."""
 
@@ -51,6 +52,7 @@ def fit(
     length: int | None = None,
     lengths: bool = False,
     ema: bool = False,
+    shards: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The figures of a training step on each device, as in `coop-plan fit --json`.
 
@@ -67,6 +69,7 @@ def fit(
         length: argument `length` of the function.
         lengths: also search the largest lengths.
         ema: an exponential moving average of the trained parameters is kept.
+        shards: also count a rank of so many that share weights, gradients and states.
 
     Raises:
         InvalidInputError: options of an optimizer without one, or `lengths` without a length.
@@ -96,11 +99,11 @@ def fit(
 
         for name in devices:
             row = {"device": name, **question, "margin": margin, **dict.fromkeys(UNKNOWN)}
-            row |= {"largest": {}, "longest": {}, "error": None, "invalid": False}
+            row |= {"shards": shards, "largest": {}, "longest": {}, "error": None, "invalid": False}
             try:
                 there = device_files.device(name)
                 there_at = partial(capture, name, there)
-                row |= _figures_on(there, there_at, sizes, searched, margin)
+                row |= _figures_on(there, there_at, sizes, searched, margin, shards)
             except (InvalidInputError, RuntimeRefusalError) as error:
                 row |= {"error": str(error), "invalid": isinstance(error, InvalidInputError)}
             yield row
@@ -112,6 +115,7 @@ def _figures_on(
     sizes: Sizes,
     searched: Sequence[str],
     margin: float,
+    shards: int | None,
 ) -> dict[str, Any]:
     graph, eager = capture(sizes, True)
     assert eager is not None
@@ -155,6 +159,7 @@ def _figures_on(
         "smallest": smallest,
         "within": within or None,
         "first_call_bytes": _first_call_bytes(graph),
+        "shard_bytes": shards and eager.shard_bytes(shards),
     }
     for size in searched:
         try:
