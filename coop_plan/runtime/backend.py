@@ -319,7 +319,7 @@ def plan_captured(
     """
     began = time.perf_counter()
     if captured.device.type == "cuda":
-        options = options.on_cuda()
+        options.check_on_cuda()
     planner = Planner(options, history, f"{lines.begin}: this graph", hooked)
     found = planner.plan(captured) if fused is None else planner.better(fused, captured)
     both = [captured] if fused is None else [captured, fused]

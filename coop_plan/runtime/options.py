@@ -67,17 +67,14 @@ class Options:
         budget = "min" if budget_bytes is None else budget_bytes
         return replace(self, plan=self.plan.model_copy(update={"budget_": budget}))
 
-    def on_cuda(self) -> "Options":
-        """These options for a step on CUDA, where all outputs are allocated outside the arena.
-
-        An output inside would keep the pages of the whole arena while the user holds it.
+    def check_on_cuda(self) -> None:
+        """Check that a step on CUDA can have these options.
 
         Raises:
             OptionsError: PyTorch would choose other kernels than eager's at this alignment.
         """
         if self.plan.alignment % CUDA_ALIGNMENT:
             raise OptionsError(f"on CUDA, alignment must be a multiple of {CUDA_ALIGNMENT} bytes")
-        return replace(self, plan=self.plan.model_copy(update={"outputs": "outside"}))
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> "Options":

@@ -165,6 +165,54 @@ def test_as_it_is_means_eager_alone(ask):
     assert "batch 4 needs 900 B, and there are 899 B" in table
 
 
+def test_a_first_call_that_needs_more_than_the_device_has_is_named(ask):
+    """It measures each op on copies of its inputs, the parameters included."""
+    tensors = [("parameter", 20_000), ("activation", 512), ("output", 8)]
+    ops = [
+        {
+            "id": k,
+            "inputs": [k],
+            "outputs": [k + 1],
+            "cost_us": 1.0,
+            "phase": "forward",
+            "name": "f",
+        }
+        for k in range(2)
+    ]
+    document = {
+        "schema": "coop-plan/graph/1",
+        "name": "one",
+        "device": {"kind": "cpu"},
+        "tensors": [{"id": k, "kind": kind, "bytes": n} for k, (kind, n) in enumerate(tensors)],
+        "ops": ops,
+    }
+    graph = parse_graph(document)
+    for memory, named in ((40_511, True), (40_512, False)):
+        code, table, _ = ask(lambda *_: graph, "--device", "one", memory=memory)
+        assert code == 0
+        assert ("its first call measures ops on copies of their inputs" in table) == named
+
+
+def test_shards_have_their_part_of_weights_gradients_and_states(ask):
+    step = EagerParts(weights=801, gradients=100, states=1600, activations=500, other=50)
+    update = EagerParts(weights=801, gradients=800, states=1600, update=800, other=50)
+    eager = EagerMemory(step=step, update=update, dtype="float32")
+    for shards, held in ((1, 4051), (8, 550 + 313)):
+        _, out, _ = ask(failing(None), "--device", "one", "--shards", shards, "--json", eager=eager)
+        [row] = json.loads(out)
+        assert (row["shards"], row["shard_bytes"]) == (shards, held)
+    _, table, _ = ask(failing(None), "--device", "one", "--shards", 8, eager=eager)
+    assert "of 8 shards each takes 863 B in eager PyTorch, without the gathered weights" in table
+    assert "shards" not in ask(failing(None), "--device", "one")[1]
+
+
+def test_a_step_without_a_loss_is_named(ask):
+    eager = EagerMemory(step=EagerParts(weights=600), dtype="float32", without_loss=(4, 16))
+    _, table, _ = ask(failing(None), "--device", "one,two", eager=eager)
+    assert table.count("returns no scalar, but (4, 16): the memory of a loss is not in it") == 1
+    assert "no scalar" not in ask(failing(None), "--device", "one")[1]
+
+
 def test_options_of_an_optimizer_need_one(ask):
     code, _, err = ask(failing(None), "--device", "one", "--update", "fused")
     assert code == 2

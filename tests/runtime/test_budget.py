@@ -319,6 +319,21 @@ def test_a_share_is_raised_and_bytes_are_refused(caplog, others):
         wide_step(model, budget=least - 1024)(x)
 
 
+def test_scratch_of_an_op_is_measured_in_the_place_that_it_has_in_a_step(caplog):
+    """A convolution's backward allocates several tensors of scratch one after another."""
+    profiler._profiles.clear()
+    layers = [m for _ in range(4) for m in (nn.Conv2d(16, 16, 3, padding=1), nn.GELU())]
+    model, x = nn.Sequential(*layers), torch.randn(8, 16, 24, 24)
+    options = {"budget": "min", "outputs": "gradients"}
+    step = torch.compile(lambda x: model(x).square().mean(), backend="coop", options=options)
+    gc.collect()
+    before = process_bytes()[0] - sum(value.nbytes for value in (x, *model.parameters()))
+    reset_peak()
+    step(x).backward()
+    assert "was compiled, measuring" not in caplog.text
+    assert process_bytes()[1] - before <= runtime.reports()[-1].budget_bytes + TOLERANCE
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_compiling_step_keeps_to_its_budget_or_one_line_has_the_excess(caplog, frozen):
     """Ops are measured on copies of their inputs: of weights, whose gradients may be none."""

@@ -169,6 +169,76 @@ def test_gradients_held_across_steps_are_never_overwritten():
     assert all(torch.equal(gradient, copied) for gradient, copied in held)
 
 
+@pytest.mark.parametrize("budget", ["100%", "min"])
+def test_gradients_lie_in_the_arena_if_asked(budget):
+    model, batch = Mlp().cuda(), torch.randn(256, 64, device="cuda")
+    other = copy.deepcopy(model)
+    losses = train(model, torch.compile(model, backend="aot_eager"), batch)
+    torch._dynamo.reset()
+    assert all(map(torch.equal, losses, train(other, compiled(other, budget), batch)))
+    torch._dynamo.reset()
+    model.load_state_dict(other.state_dict())
+    compiled(model, budget, outputs="gradients")(batch).backward()
+    outside, inside = runtime.reports()
+    assert inside.plan.outputs == "gradients"
+    assert inside.outside_bytes == 0
+    assert inside.peak_bytes < outside.peak_bytes
+    assert inside.measured_peak_bytes <= inside.budget_bytes
+    begin = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    model.zero_grad()
+    assert torch.cuda.memory_stats()["requested_bytes.all.current"] == begin
+
+
+@pytest.mark.parametrize("budget", ["100%", "min"])
+def test_gradients_in_the_arena_that_are_kept_move_out_of_it(budget):
+    """Every holder of the storage sees the same numbers at the same new address."""
+    model = Mlp().cuda()
+    step = compiled(model, budget, outputs="gradients")
+    held = []
+    for k in range(3):
+        step(torch.randn(256, 64, device="cuda") + k).backward()
+        held += [(p.grad, p.grad.view(-1)[1:], p.grad.clone()) for p in model.parameters()]
+        model.zero_grad()
+    assert all(torch.equal(gradient, copied) for gradient, _, copied in held)
+    assert all(view.data_ptr() == gradient.data_ptr() + 4 for gradient, view, _ in held)
+    assert runtime.reports()[-1].outside_bytes == 0
+
+
+def test_gradients_that_leave_the_arena_take_no_more_than_the_budget():
+    """The arena of the first step is freed before its gradients have memory of their own."""
+    model, batch = Mlp().cuda(), torch.randn(256, 64, device="cuda")
+    expected = copy.deepcopy(model)
+    budget = "min"
+    for _ in range(2):
+        step = compiled(model, budget, outputs="gradients")
+        model.zero_grad()
+        gc.collect()
+        own = batch.nbytes + sum(parameter.nbytes for parameter in model.parameters())
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"] - own
+        for k in range(3):
+            step(batch).backward()
+            if k == 0:  # it measured ops
+                torch.cuda.reset_peak_memory_stats()
+        budget = runtime.reports()[-1].budget_bytes
+        step = None
+        torch._dynamo.reset()
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    assert peak <= budget
+    for _ in range(3):
+        expected(batch).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(map(torch.equal, gradients, [p.grad for p in expected.parameters()]))
+
+
+def test_gradients_in_the_arena_cannot_be_captured(capturing):
+    step = compiled(Mlp().cuda(), "100%", outputs="gradients")
+    batch = torch.randn(256, 64, device="cuda")
+    step(batch).backward()
+    capturing(True)
+    with pytest.raises(runtime.CudaGraphError, match='outputs="outside"'):
+        step(batch)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_a_step_that_is_kept_runs_its_forward_again():
     model = Mlp().cuda()

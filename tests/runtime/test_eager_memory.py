@@ -40,6 +40,37 @@ def layers(reentrant=None, dtype=torch.float32, rows=512):
     return step, (torch.randn(rows, WIDTH, dtype=dtype).requires_grad_(reentrant is True),), model
 
 
+def with_logits():
+    """A loss, and the tensor that it is of, as a transformers model returns both."""
+    _, args, model = layers()
+    head = nn.Linear(WIDTH, 2048)
+
+    def both(x):
+        logits = head(model[0](x))
+        return logits.square().mean(), logits
+
+    return both, args, model
+
+
+def test_a_loss_among_the_outputs_is_what_is_differentiated():
+    make = with_logits
+
+    def loss_alone():
+        step, args, model = make()
+        return lambda x: step(x)[0], args, model
+
+    both, alone = counted(make), counted(loss_alone)
+    logits = 512 * 2048 * 4
+    assert alone.peak_bytes <= both.peak_bytes < alone.peak_bytes + logits
+    assert both.without_loss == ()
+
+    def no_loss():
+        step, args, model = make()
+        return lambda x: step(x)[1], args, model
+
+    assert counted(no_loss).without_loss == (512, 2048)
+
+
 def frozen():
     """A network of which the last layer alone is trained."""
     step, args, model = layers()

@@ -53,9 +53,7 @@ make = {
 }[optimizer]
 optimizer = make(list(model.parameters()))
 step = torch.compile(step, backend="coop", options=json.loads(options))
-for iteration in range(3):
-    if iteration == 1:  # the first one profiles ops, which is outside any budget
-        arena.reset_peak()
+for _ in range(3):
     try:
         for _ in range(int(micro)):
             step(*args).backward()

@@ -264,11 +264,11 @@ def test_an_op_is_timed_as_in_a_step_with_its_arguments_out_of_the_caches(monkey
 
     least, most = profiler.CACHE_BYTES
     monkeypatch.setattr(profiler, "_library_pages", Pages)
-    profiler._time(lambda: None, (), 64, None, 2 << 30)
-    profiler._time(lambda: None, (), 64, None, 1 << 20)
+    profiler._time(lambda: None, (), None, 2 << 30)
+    profiler._time(lambda: None, (), None, 1 << 20)
     assert set(done) == {most, profiler.CACHE_FACTOR << 20}
     done.clear()
-    profiler._time(lambda: done.append("op"), (), 64, None)
+    profiler._time(lambda: done.append("op"), (), None)
     assert done[::2] == [least] * profiler.MAX_REPEATS
     assert done[1::2] == ["op"] * profiler.MAX_REPEATS
 

@@ -58,6 +58,9 @@ def long(batch, length=8): return (lambda x: model(x).sum()), (torch.randn(batch
 def power(): return 2
 def cached(): return (lambda x: (model(x) ** power()).sum()), (torch.randn(64, 32),)
 def ranks(): return torch.nn.parallel.DistributedDataParallel(model), (torch.randn(64, 32),)
+def group(): torch.distributed.init_process_group("gloo")
+scaler = torch.amp.GradScaler("cpu")
+def scales(): return (lambda x: scaler.scale(model(x).sum())), (torch.randn(64, 32),)
 """
 
 
@@ -89,6 +92,7 @@ def test_a_step_is_captured_with_its_facts(user_module):
         ("{}:raises", "user_steps.py, line .: ZeroDivisionError"),
         ("{}:ends", "ended in .*user_steps.py, line 41: SystemExit: 0"),
         ("{}:ranks", "line 48: ValueError: .*; a capture is of one process: leave out DDP"),
+        ("{}:group", "line 49: .*; a capture is of one process: leave out DDP"),
         ("{}:sized", r"required argument: 'batch' \(--batch N\)"),
         ("{}:other", "cannot be called: missing a required argument: 'a'"),
     ],
@@ -124,6 +128,7 @@ def test_batch_and_length_are_arguments_of_the_function(user_module):
             "calls_backward",
             r"calls backward\(\) .*user_steps\.py, line 38\); return the loss",
         ),
+        ("scales", r"calls a GradScaler .*user_steps\.py, line 51\); return the loss as it is"),
         ("wrong_shapes", r"\[64, 32\] X \[64, 32\].*user_steps\.py, line 24"),
     ],
 )
@@ -131,6 +136,29 @@ def test_what_cannot_be_captured_is_named(user_module, function, said, caplog):
     with pytest.raises(CaptureError, match=said):
         capture_target(f"{user_module}:{function}")
     assert all(record.levelno < logging.WARNING for record in caplog.records)
+
+
+def test_the_users_line_is_named_before_that_of_a_library(importable):
+    pytest.importorskip("transformers")
+    source = """
+import torch, transformers
+def model():
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 10}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+def inside():
+    net = model()
+    def step(ids):
+        return net(net.generate(ids)).logits.sum()
+    return step, (torch.ones(1, 4, dtype=torch.int64),)
+def wrong(): return model()(torch.ones(1)), ()
+"""
+    name = importable("library_steps", source)
+    said = r"calls generate\(\) \(.*library_steps\.py, line 9, in transformers/.*; call it outside"
+    with pytest.raises(CaptureError, match=said):
+        capture_target(f"{name}:inside")
+    said = r"failed in .*library_steps\.py, line 11, in transformers/models/gpt2/.*, line \d+: "
+    with pytest.raises(InvalidInputError, match=said):
+        capture_target(f"{name}:wrong")
 
 
 def test_ops_know_the_module_and_the_line_that_made_them(user_module):

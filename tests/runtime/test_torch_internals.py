@@ -634,6 +634,16 @@ def test_facts_of_tensors():
         assert not ops.has_no_memory(x)
         assert ops.storage_key(x) == ops.storage_key(x[1:])
         assert ops.storage_key(x) != ops.storage_key(x.clone())
+        found = ops.storage_reference(x[1:])
+        assert found().data_ptr() == x.data_ptr()
+        y = torch.zeros(3)
+        objects = [ops.storage_object(value.untyped_storage()) for value in (x, y)]
+        build.arena().exchange_memory(*objects)
+        assert (x.sum(), y.sum()) == (0, 3)
+        build.arena().exchange_memory(*objects)
+        found = ops.storage_reference(y)
+        del y
+        assert found() is None
         x.add_(1)
         with torch.inference_mode():
             made = torch.ones(1)

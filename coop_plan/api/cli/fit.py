@@ -49,6 +49,12 @@ COLUMNS = (*PARTS, "context", "as it is", "smallest", "card", "overhead")
     "  [default: as PyTorch: foreach on CUDA, plain on the CPU]",
 )
 @click.option(
+    "--shards",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Also count a rank of N that share weights, gradients and states (FSDP, ZeRO-3).",
+)
+@click.option(
     "--margin",
     type=click.FloatRange(0, 100),
     default=10.0,
@@ -123,6 +129,18 @@ def _print(row: dict[str, Any], width: int, first: bool) -> None:
     )
     click.echo(_line(row["device"], width, cells))
     click.echo(f"  {_advice(row)}")
+    if row["shards"]:
+        held = format_bytes(row["shard_bytes"])
+        click.echo(
+            f"  of {row['shards']} shards each takes {held} in eager PyTorch, without the gathered"
+            " weights of a block and buffers of collectives"
+        )
+    if within and within["budget_bytes"] and row["first_call_bytes"] > row["available_bytes"]:
+        taken = format_bytes(row["first_call_bytes"])
+        click.echo(f"  its first call measures ops on copies of their inputs, which takes {taken}")
+    if first and row["without_loss"]:
+        shape = tuple(row["without_loss"])
+        click.echo(f"  the step returns no scalar, but {shape}: the memory of a loss is not in it")
     for size, found in (("batch", row["largest"]), ("length", row["longest"])):
         texts = [
             f"{largest[size] or 'none'} within {name}"

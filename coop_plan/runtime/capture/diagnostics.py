@@ -1,9 +1,9 @@
 """One-line explanations of capture failures: the cause, the user's line, and what to do."""
 
 import re
+import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.torch_internals.dynamo import TorchRuntimeError
@@ -24,11 +24,26 @@ ADVICE = {
         "it calls backward()",
         "return the loss instead; coop-plan derives the backward from it",
     ),
+    r"GradScaler": (
+        "it calls a GradScaler",
+        "return the loss as it is: scaling it changes no memory",
+    ),
+    r"transformers/generation/": (
+        "it calls generate()",
+        "call it outside of the step, which takes the result as an argument",
+    ),
 }
 """Pattern in Dynamo's message -> its meaning for a step (if it differs), and what to do."""
 
 DEVELOPER_HINT = re.compile(r"please (file|report)|third-party C/C\+\+", re.IGNORECASE)
 """Hints of Dynamo that do not help a user."""
+
+INSTALLED = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[2]),
+    "<frozen ",
+)
+"""Beginnings of paths of files that are not the user's: Python, packages, and this one."""
 
 DEFAULT_ADVICE = "move it out of the step"
 
@@ -57,7 +72,7 @@ def explain_failure(error: Exception) -> str:
     elif explanation := _lines_after("Explanation: ", lines):
         message = re.split(r"(?<=[.`])\s(?=[A-Z])", explanation[0])[0].removesuffix(".")
         hints = [hint for hint in hints if not DEVELOPER_HINT.search(hint)] or [DEFAULT_ADVICE]
-    text = "\n".join(lines[:3])
+    text = "\n".join([*lines[:3], *(file for file, _ in _frames(error))])
     for pattern, (meaning, advice) in ADVICE.items():
         if re.search(pattern, text, re.IGNORECASE):
             message, hints = meaning or message, [advice]
@@ -68,9 +83,26 @@ def _lines_after(label: str, lines: list[str]) -> list[str]:
     return [line.removeprefix(label) for line in lines if line.startswith(label)]
 
 
+def user_location(frames: Sequence[tuple[str, object]]) -> str:
+    """The innermost of the user's files and lines, and the library's that it calls, if any.
+
+    `frames` are files and lines, the innermost last.
+    """
+    own = [frame for frame in frames if not frame[0].startswith(INSTALLED)] or frames[-1:]
+    libraries = [frame for frame in frames if "/site-packages/torch/" not in frame[0]] or own
+    text = "{}, line {}".format(*own[-1])
+    if libraries[-1] not in own and libraries[-1][0].startswith(INSTALLED):
+        file, line = libraries[-1]
+        text += f", in {file.rpartition('/site-packages/')[2]}, line {line}"
+    return text
+
+
+def _frames(error: Exception) -> list[tuple[str, str]]:
+    """Files and lines of the user code in Dynamo's message."""
+    return re.findall(r'File "([^"]+)", line (\d+)', str(error).partition("from user code")[2])
+
+
 def _user_location(error: Exception) -> str:
     """The user's file and line in Dynamo's message, in parentheses."""
-    locations = re.findall(r'File "([^"]+)", line (\d+)', str(error).partition("from user code")[2])
-    pytorch = str(Path(torch.__file__).parent)
-    locations = [place for place in locations if not place[0].startswith(pytorch)] or locations
-    return f" ({locations[-1][0]}, line {locations[-1][1]})" if locations else ""
+    frames = _frames(error)
+    return f" ({user_location(frames)})" if frames else ""

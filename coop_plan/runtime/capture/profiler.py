@@ -9,7 +9,7 @@ once per machine.
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from coop_plan.runtime.capture.cost_scaling import current_costs
 from coop_plan.runtime.capture.custom_ops import BOXED_KERNELS
 from coop_plan.runtime.capture.sized_numbers import plain
 from coop_plan.runtime.device import cuda
-from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
+from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run, Slots
 from coop_plan.runtime.device.build import arena as extension
 from coop_plan.runtime.distributed.sharing import made_once
 from coop_plan.runtime.errors import CaptureError
@@ -171,7 +171,8 @@ def _measure_synthetic(
         made = _measure(target, *synthetic_arguments(target, args, kwargs), cost_us)
     _measured += 1
     taken = sum(_storage_bytes(value) for value in tree_flatten((args, kwargs))[0])
-    taken += sum(allocation.bytes for allocation in made.allocations) + made.worker_bytes
+    taken += sum(allocation.bytes for allocation in made.allocations if allocation.output != -1)
+    taken += made.workspace_bytes + made.worker_bytes
     _largest = max(_largest, (taken, str(target)))
     return made
 
@@ -375,19 +376,15 @@ def _measure(
         size = _bytes_read(args, kwargs)
         kernel = BOXED_KERNELS.get(target) if isinstance(target, OpOverload) else None
         run = partial(target, *args, **kwargs) if kernel is None else lambda: kernel([*args[0]])
-        cost_us = _time(run, allocations, alignment, device, size)
+        slots = _slots(allocations, workspace, alignment)
+        cost_us = _time(run, slots, device, size)
     return OpProfile(cost_us, outputs, allocations, workspace, min(worker_bytes))
 
 
 def _time(
-    run_op: Callable[[], object],
-    allocations: tuple[Allocation, ...],
-    alignment: int,
-    device: int | None,
-    bytes_read: int = 0,
+    run_op: Callable[[], object], slots: Slots, device: int | None, bytes_read: int = 0
 ) -> float:
-    """Median time of an op, µs; its `allocations` are served from an arena."""
-    slots = _scratch_slots(allocations, alignment)
+    """Median time of an op, µs; its allocations are served from an arena at these slots."""
     size = max((offset + need for need, offset in slots), default=0)
     arena, memory = Arena(size, [slots], [False], device), Memory()
     run = Run(arena)
@@ -448,15 +445,17 @@ def _cpu_us(run: Callable[[], object]) -> float:
     return own / 1e3
 
 
-def _scratch_slots(allocations: tuple[Allocation, ...], alignment: int) -> list[tuple[int, int]]:
-    """Slots without overlap for all allocations: for timing only."""
-    slots, end = [], 0
+def _slots(allocations: Sequence[Allocation], workspace: int, alignment: int) -> Slots:
+    """Slots of an op alone: its workspace, and its outputs behind that."""
+    slots, end = [], -(-workspace // alignment) * alignment
     for allocation in allocations:
+        offset = allocation.offset
         if allocation.output == -2:
-            slots.append((allocation.bytes, SERVED_OUTSIDE))
-            continue
-        slots.append((allocation.bytes, end))
-        end += -(-allocation.bytes // alignment) * alignment
+            offset = SERVED_OUTSIDE
+        elif allocation.output >= 0:
+            offset = end
+            end += -(-allocation.bytes // alignment) * alignment
+        slots.append((allocation.bytes, offset))
     return slots
 
 

@@ -16,6 +16,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/StorageImpl.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
@@ -233,6 +234,16 @@ PyObject* memory_there(PyObject*, PyObject* handle) {
     PyList_SetItem(list, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(found[i]));
   }
   return list;
+}
+
+// Exchanges the memory of two storages of equal size, of which one may have none.
+PyObject* exchange_memory(PyObject*, PyObject* args) {
+  PyObject *first, *second;
+  if (!PyArg_ParseTuple(args, "OO", &first, &second)) return nullptr;
+  auto* one = as<c10::StorageImpl>(first);
+  auto* other = as<c10::StorageImpl>(second);
+  one->set_data_ptr_noswap(other->set_data_ptr(one->set_data_ptr(at::DataPtr())));
+  Py_RETURN_NONE;
 }
 
 PyObject* program_create(PyObject*, PyObject* args) {
@@ -488,6 +499,8 @@ PyMethodDef methods[] = {
     {"memory_rest", memory_rest, METH_VARARGS,
      "(handle, ceiling): mark as idle; free pages before the process exceeds the ceiling."},
     {"memory_there", memory_there, METH_O, "(handle) -> offsets of its live tensors, ascending"},
+    {"exchange_memory", exchange_memory, METH_VARARGS,
+     "(storage, storage): exchange the memory of two c10::StorageImpl."},
     {"program_create", program_create, METH_VARARGS, "(first, sizes, offsets, again, smaller) -> handle"},
     {"program_destroy", program_destroy, METH_O, "Free a program."},
     {"run_create", run_create, METH_O, "(program) -> handle of one call of it"},

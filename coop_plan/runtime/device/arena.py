@@ -1,14 +1,16 @@
 """The arena: the memory in which a step runs, and the slots of its allocations."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from coop_plan.runtime.device.build import arena as extension
-from coop_plan.runtime.device.cuda import Block
+from coop_plan.runtime.device.cuda import Block, moved_out
 from coop_plan.runtime.errors import CudaGraphError
+from coop_plan.runtime.torch_internals.ops import storage_reference
 
 SERVED_OUTSIDE = -1
 """Offset of a slot that PyTorch's allocator serves: for an output that outlives the step."""
@@ -61,6 +63,7 @@ class Memory:
         self._destroy = self._ext.memory_retire  # at exit the extension may be emptied before
         self._handle = 0
         self._block: Block | None = None
+        self._results: list[Callable[[], torch.UntypedStorage | None]] = []
         self.bytes = 0
         self.tenant: object = None
 
@@ -98,6 +101,7 @@ class Memory:
                 )
             self._retire()
         if not self._handle:
+            _free_blocks(self._ext)
             if device is None:
                 self._handle = self._ext.memory_create(size)
             else:
@@ -109,22 +113,42 @@ class Memory:
         return self._handle
 
     def _retire(self) -> None:
-        """Free the memory: now, or on the CPU when its last tensor dies."""
+        """Free the memory: now, or after its last tensor has died."""
         if self._block is not None and self.live_offsets:
-            _blocks_in_use.append(
-                self._block
-            )  # not observed: a tensor of a step keeps the step alive
-        self._destroy(self._handle)
-        self._handle, self._block = 0, None
+            _blocks_in_use.append((self._handle, self._block))
+        else:
+            self._destroy(self._handle)
+        self._handle, self._block, self._results = 0, None, []
 
-    def detach_live(self) -> None:
-        """Leave the pages of live tensors to their holders; the next `reserve` maps new memory.
+    def note_results(self, values: Iterable[object]) -> None:
+        """Note the tensors that a step returns: the user may keep those in this memory."""
+        if self._block is None:
+            return
+        begin, end = self._block.address, self._block.address + self.bytes
+        for value in values:
+            if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+                continue
+            if begin <= value.data_ptr() < end:
+                self._results.append(storage_reference(value))
 
-        On the CPU all other pages are freed now, and these when their tensors die. On CUDA no
-        tensor of a run outlives it.
+    def detach_live(self, *, retire: bool = False) -> None:
+        """Leave the memory of live tensors to their holders.
+
+        On the CPU the holders keep the pages, all others are freed, and the next `reserve` maps new
+        memory. On CUDA a step's results move to PyTorch's allocator; `retire` frees the memory
+        before they take theirs.
         """
-        if self._block is None and self.live_offsets:
-            self._retire()
+        if self._block is None:
+            if self.live_offsets:
+                self._retire()
+            return
+        found = [storage for result in self._results if (storage := result()) is not None]
+        if found:
+            self._block.use()
+        self._results = []
+        with moved_out(found, self._block.device):
+            if retire:
+                self._retire()
 
     def count_in(self, run: int) -> None:
         """Count its bytes in the run with this handle."""
@@ -137,7 +161,15 @@ class Memory:
             self._ext.memory_rest(self._handle, ceiling)
 
 
-_blocks_in_use: list[Block] = []
+_blocks_in_use: list[tuple[int, Block]] = []
+"""Handles and blocks of memories that were dropped with live tensors in them."""
+
+
+def _free_blocks(ext: Any) -> None:
+    """Free the blocks in use whose tensors have died."""
+    for entry in [entry for entry in _blocks_in_use if not ext.memory_there(entry[0])]:
+        _blocks_in_use.remove(entry)
+        ext.memory_retire(entry[0])
 
 
 class Arena:

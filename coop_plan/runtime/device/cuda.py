@@ -5,6 +5,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import CUDA_ALIGNMENT
 from coop_plan.runtime.torch_internals.cuda import cuda_allocator, keep_busy
 from coop_plan.runtime.torch_internals.fakes import unset_fake_temporarily
+from coop_plan.runtime.torch_internals.ops import storage_object
 
 log = logging.getLogger("coop-plan")
 
@@ -110,6 +112,44 @@ class Block:
 
 
 _captured: list[Block] = []
+
+
+@contextmanager
+def moved_out(storages: Sequence[torch.UntypedStorage], device: int | None) -> Iterator[None]:
+    """Move storages to memory of PyTorch's allocator, so that their own is free in this context.
+
+    They wait on the host meanwhile: an arena is freed before they take other memory.
+    """
+    empty = partial(torch.empty, 0, dtype=torch.uint8, device=f"cuda:{device}")
+    on_host = []
+    for storage in storages:
+        on_host.append(empty().set_(storage, 0, (storage.nbytes(),), (1,)).cpu())
+        _exchange_memory(storage, empty().untyped_storage())
+    try:
+        yield
+    finally:
+        if storages:
+            torch.cuda.empty_cache()  # an arena that was freed may be of use as a whole only
+        for storage, values in zip(storages, on_host, strict=True):
+            _exchange_memory(storage, values.to(f"cuda:{device}").untyped_storage())
+
+
+def _exchange_memory(first: torch.UntypedStorage, second: torch.UntypedStorage) -> None:
+    ext: Any = extension()
+    ext.exchange_memory(storage_object(first), storage_object(second))
+
+
+def refuse_capture_of_gradients() -> None:
+    """Raise if a step with gradients in its arena is captured into a CUDA graph.
+
+    Raises:
+        CudaGraphError: each replay would overwrite what a step between replays left in the arena.
+    """
+    if capturing():
+        raise CudaGraphError(
+            'a CUDA graph keeps its gradients, which outputs="gradients" places in the arena that'
+            ' other steps use: capture it with outputs="outside"'
+        )
 
 
 def capturing() -> bool:

@@ -106,11 +106,8 @@ class ArenaPool:
                 other.release_arena(f"'{invocation.name}'")
             sizes.pop(id(given))
         used, busy = sum(sizes.values()), sizes.keys()
-        idle = [
-            memory
-            for memory in self._arenas
-            if id(memory) not in busy and (memory.bytes <= allowed or memory.in_cuda_graph)
-        ]
+        free = [memory for memory in self._arenas if id(memory) not in busy]
+        idle = [m for m in free if m.bytes <= allowed or m.in_cuda_graph]
         idle.sort(key=lambda memory: (memory.bytes < size, memory.bytes))
         found = idle.pop(0) if idle else Memory()
         spare = limit - used - max(size, found.bytes)
@@ -120,6 +117,10 @@ class ArenaPool:
             if spare >= 0:
                 self._arenas.append(memory)
         self._arenas.append(found)
+        kept = {id(memory) for memory in self._arenas}
+        for memory in free:
+            if id(memory) not in kept:
+                memory.detach_live(retire=True)
         return found
 
     def release_idle(self) -> None:

@@ -26,7 +26,7 @@ class CompiledPlan:
     tangents)` returns gradients. Each empties its list, so that no tensor outlives its last use.
     `saved_inputs` and `inputs_read` are as in `lower_to_fx.Halves`. `replayed` has the generators
     of random ops that run more than once, by op. `room` are the bytes of the budget that are left
-    for arenas.
+    for arenas. `outputs` is where the step's outputs lie, as in `Plan`.
 
     Gradients are named by their position among the primals. `gradient_slots` has the slot of each
     one that is added to a held gradient, None after a prefetch. Those in `consumed` are handed to
@@ -36,6 +36,7 @@ class CompiledPlan:
 
     def __init__(self, captured: Captured, plan: Plan, clock: cuda.Clock | None) -> None:
         self.budget_bytes = plan.budget_bytes
+        self.outputs = plan.outputs
         self.room = plan.budget_bytes - (plan.peak_bytes - plan.arena_bytes)
         index = PlanIndex(captured.graph, plan)
         steps = [step for step in plan.steps if isinstance(step, Compute)]

@@ -139,6 +139,8 @@ class PlannedStep:
             args.clear()
             if self._clock is not None:
                 cuda.reject_captured_recompute(self._compiled.uncapturable)
+                if self._compiled.outputs == "gradients":
+                    cuda.refuse_capture_of_gradients()
                 if (times := self._clock.read()) is not None:
                     self._take_times(*times, self._clock.stall_us)
             self._note_saved_tensors_hooks()
@@ -176,6 +178,8 @@ class PlannedStep:
                 invocation.keep_inputs(inputs, self._parameters)
                 made = invocation.compiled.forward(invocation, inputs)
             outputs = made[: self._outputs]
+            assert invocation.memory is not None
+            invocation.memory.note_results(outputs)
             invocation.keep_saved(made[self._outputs :], outputs)
             pool.recorder.received(invocation, outputs)
             self._measure_iteration(invocation, "forward")
@@ -209,6 +213,8 @@ class PlannedStep:
             del saved, tangents
             with self._running(invocation, fresh=False):
                 result = invocation.compiled.backward(invocation, given)
+            assert invocation.memory is not None
+            invocation.memory.note_results(result)
             result = self._undefined.left_out(result)
             recorder.returned(invocation, result)
             within = self._measure_iteration(invocation, "backward")

@@ -111,8 +111,6 @@ def plan_jointly(
             be met, the plan is that of the least budget, with a warning, if that is below these.
         otherwise: says in the warning what happens without a plan.
     """
-    if calls[0].captured.device.type == "cuda":
-        options = options.on_cuda()
     recorded, calls = calls, [replace(call, captured=_adjusted(call)) for call in calls]
     layout = _Layout(calls, events, between, options)
     for call, alone in zip(calls, recorded, strict=True):

@@ -138,7 +138,7 @@ def count_eager(
     with log:
         log.mark(tree_flatten(list(args))[0], "other")
     began = log.moment()
-    _run(log, step, args)
+    shape = _run(log, step, args)
     ended = log.moment()
     parameters = list(log.parameters.values())
     trained = [parameter for parameter in parameters if parameter.grad is not None]
@@ -163,6 +163,7 @@ def count_eager(
         # On a GPU most models are built on the host, so their building counts on the CPU alone.
         loading_bytes=log.peak(0, built).total if log.kind == "cpu" else 0,
         dtype=_dtype(parameters),
+        without_loss=shape,
     )
 
 
@@ -179,7 +180,7 @@ def _updated(log: StorageLog, spec: OptimizerSpec, trained: list[Any]) -> Update
 
 
 def _update_in_backward(
-    log: StorageLog, spec: OptimizerSpec, trained: list[Any], run: Callable[[], None]
+    log: StorageLog, spec: OptimizerSpec, trained: list[Any], run: Callable[[], object]
 ) -> EagerParts:
     """The peak if each parameter is updated, and its gradient freed, as soon as that exists."""
     for parameter in trained:
@@ -207,8 +208,8 @@ def _dtype(parameters: Sequence[torch.Tensor]) -> str:
     return str(max(counts, key=lambda dtype: counts[dtype], default="")).removeprefix("torch.")
 
 
-def _run(log: StorageLog, step: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Forward and backward."""
+def _run(log: StorageLog, step: Callable[..., Any], args: Sequence[Any]) -> tuple[int, ...]:
+    """Forward and backward, of a loss if there is one; returns the first output's shape if not."""
     log.part = "activations"
     with log:
         outputs = [
@@ -221,4 +222,7 @@ def _run(log: StorageLog, step: Callable[..., Any], args: Sequence[Any]) -> None
                 "the step needs no gradient: return a loss of parameters or arguments that require"
                 " one"
             )
+        losses = [value for value in outputs if value.numel() == 1]
+        outputs = losses or outputs
         torch.autograd.backward(outputs, [torch.ones_like(value) for value in outputs])
+    return () if losses else tuple(outputs[0].shape)

@@ -27,6 +27,11 @@ class EagerParts(msgspec.Struct, frozen=True, kw_only=True):
         """All bytes."""
         return sum(getattr(self, part) for part in self.__struct_fields__)
 
+    def of_shard(self, shards: int) -> int:
+        """Bytes on one of the ranks that share weights, gradients, states and update."""
+        whole = self.activations + self.other
+        return whole - (whole - self.total) // shards
+
     def plus(self, **more: int) -> "EagerParts":
         """These parts with more bytes of some."""
         changed = {part: getattr(self, part) + count for part, count in more.items()}
@@ -42,6 +47,7 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
         update_bytes: largest temporaries of the optimizer.
         loading_bytes: peak while the model was built, where it was built on this device.
         dtype: dtype of most of the parameters.
+        without_loss: shape of the step's first output, if none is a scalar.
     """
 
     step: EagerParts
@@ -49,6 +55,7 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
     update_bytes: int = 0
     loading_bytes: int = 0
     dtype: str = ""
+    without_loss: tuple[int, ...] = ()
 
     @property
     def peak(self) -> EagerParts:
@@ -59,6 +66,13 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
     def peak_bytes(self) -> int:
         """The largest peak."""
         return max(self.peak.total, self.loading_bytes)
+
+    def shard_bytes(self, shards: int) -> int:
+        """The peak on one of the ranks that share weights, gradients and states.
+
+        It lacks the weights that are gathered for a block, and buffers of collectives.
+        """
+        return max(parts.of_shard(shards) for parts in (self.step, self.update or self.step))
 
     def outside_step(self, resident_bytes: int) -> int:
         """Bytes outside a planned step: states, temporaries of the update, other residents.

@@ -22,10 +22,13 @@ UNKNOWN = (
     "context_bytes",
     "available_bytes",
     "dtype",
+    "without_loss",
     "eager",
     "keep_all",
     "smallest",
     "within",
+    "first_call_bytes",
+    "shard_bytes",
 )
 """Figures that are None if the device has an error."""
 
@@ -49,6 +52,7 @@ def fit(
     length: int | None = None,
     lengths: bool = False,
     ema: bool = False,
+    shards: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The figures of a training step on each device, as in `coop-plan fit --json`.
 
@@ -65,6 +69,7 @@ def fit(
         length: argument `length` of the function.
         lengths: also search the largest lengths.
         ema: an exponential moving average of the trained parameters is kept.
+        shards: also count a rank of so many that share weights, gradients and states.
 
     Raises:
         InvalidInputError: options of an optimizer without one, or `lengths` without a length.
@@ -94,11 +99,11 @@ def fit(
 
         for name in devices:
             row = {"device": name, **question, "margin": margin, **dict.fromkeys(UNKNOWN)}
-            row |= {"largest": {}, "longest": {}, "error": None, "invalid": False}
+            row |= {"shards": shards, "largest": {}, "longest": {}, "error": None, "invalid": False}
             try:
                 there = device_files.device(name)
                 there_at = partial(capture, name, there)
-                row |= _figures_on(there, there_at, sizes, searched, margin)
+                row |= _figures_on(there, there_at, sizes, searched, margin, shards)
             except (InvalidInputError, RuntimeRefusalError) as error:
                 row |= {"error": str(error), "invalid": isinstance(error, InvalidInputError)}
             yield row
@@ -110,16 +115,14 @@ def _figures_on(
     sizes: Sizes,
     searched: Sequence[str],
     margin: float,
+    shards: int | None,
 ) -> dict[str, Any]:
     graph, eager = capture(sizes, True)
     assert eager is not None
     available = int((there.memory_bytes - there.context) / (1 + margin))
     outside = eager.outside_step(sum(tensor.bytes for tensor in graph.tensors if tensor.resident))
-    # On CUDA the runtime has no gradients in its arena: each would hold all pages of it.
-    budget = Budgeting(available - outside, "gradients" if there.kind == "cpu" else "outside")
-    options: dict[str, Any] = {"budget": budget.bytes}
-    if budget.outputs != "outside":
-        options["outputs"] = budget.outputs
+    budget = Budgeting(available - outside, "gradients")
+    options = {"budget": budget.bytes, "outputs": budget.outputs}
 
     def of(made: Plan | None, batch: int | None = None) -> dict[str, Any]:
         """A plan's figures; `peak_bytes` includes the bytes outside the step."""
@@ -150,10 +153,13 @@ def _figures_on(
         "context_bytes": there.context,
         "available_bytes": available,
         "dtype": eager.dtype,
+        "without_loss": eager.without_loss or None,
         "eager": eager.figures(),
         "keep_all": of(found.kept),
         "smallest": smallest,
         "within": within or None,
+        "first_call_bytes": _first_call_bytes(graph),
+        "shard_bytes": shards and eager.shard_bytes(shards),
     }
     for size in searched:
         try:
@@ -161,6 +167,16 @@ def _figures_on(
         except InvalidInputError as error:
             return figures | {"error": f"no largest {size}: {error}"}
     return figures
+
+
+def _first_call_bytes(graph: Graph) -> int:
+    """Bytes of a step's first call, which measures each op on copies of its inputs."""
+    size = {tensor.id: tensor.bytes for tensor in graph.tensors}
+    resident = sum(tensor.bytes for tensor in graph.tensors if tensor.resident)
+    largest = max(
+        sum(size[t] for t in {*op.inputs, *op.outputs}) + op.workspace_bytes for op in graph.ops
+    )
+    return resident + largest
 
 
 def _largest(

@@ -4,13 +4,12 @@ import importlib
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from coop_plan.runtime.capture.diagnostics import explain_failure
+from coop_plan.runtime.capture.diagnostics import explain_failure, user_location
 from coop_plan.runtime.capture.joint_graph import Captured, capture_joint
 from coop_plan.runtime.capture.tracing_rules import as_eager
 from coop_plan.runtime.errors import CaptureError
@@ -115,10 +114,11 @@ def user_failure(spec: str, error: Exception) -> InvalidInputError:
             " without the device no values are computed: use Python numbers, or capture without"
             " --device"
         )
-    elif "process group" in str(error):
+    elif "process group" in str(error) or "torch.distributed" in str(error):
         message += (
             "; a capture is of one process: leave out DDP and FSDP. Of N shards each holds 1/N of"
-            " the weights, gradients and states, and whole activations"
+            " the weights, gradients and states, whole activations, and the gathered weights of a"
+            " block"
         )
     return InvalidInputError(message)
 
@@ -135,13 +135,11 @@ def _check_call(spec: str, function: Callable[..., Any], kwargs: Mapping[str, An
 
 
 def _user_location(error: BaseException) -> str:
-    """File and line of the last frame outside Python, PyTorch and the runtime."""
+    """File and line of the user's last frame, and of the library that it calls."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    inside = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<frozen "
-    frame = next((f for f in reversed(frames) if not f.filename.startswith(inside)), frames[-1])
-    return f"{frame.filename}, line {frame.lineno}"
+    return user_location([(frame.filename, frame.lineno) for frame in frames])
 
 
 def capture(

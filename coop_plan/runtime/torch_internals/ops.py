@@ -48,6 +48,18 @@ def storage_expiry(tensor: torch.Tensor) -> Callable[[], bool]:
     return is_expired
 
 
+def storage_reference(tensor: torch.Tensor) -> Callable[[], torch.UntypedStorage | None]:
+    """A function that returns the tensor's storage, or None once it is freed."""
+    reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return lambda: torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+
+
+def storage_object(storage: torch.UntypedStorage) -> int:
+    """The address of the storage's C++ object, a `c10::StorageImpl`."""
+    address: int = storage._cdata
+    return address
+
+
 def c_function(target: Any) -> Any:
     """The C function that an op's `__call__` calls, which has no Python frame; others unchanged.
 
