@@ -238,11 +238,10 @@ def synthetic_arguments(target: Callable[..., Any], args: Any, kwargs: Any) -> t
         try:
             target(*given, **named)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
-            failed = error
+            reason = str(error).splitlines()[0]  # text: an error keeps the frames of all callers
         else:
             return given, named
-    first = str(failed).splitlines()[0]
-    raise CaptureError(f"{target} cannot be profiled on synthetic inputs: {first}") from failed
+    raise CaptureError(f"{target} cannot be profiled on synthetic inputs: {reason}")
 
 
 def _possible_totals(value: object) -> tuple[int, ...]:
