@@ -202,9 +202,7 @@ def _or_smallest(
     return made
 
 
-def log_raised(
-    raised: str, made: Plan, reason: str, history: ShapeHistory | None
-) -> None:
+def log_raised(raised: str, made: Plan, reason: str, history: ShapeHistory | None) -> None:
     """Log that a share is raised to the smallest budget; the line begins with `raised`."""
     log.log(
         logging.WARNING if history is None else history.level("least"),
