@@ -42,7 +42,7 @@ def test_the_example_s_processes_are_within_their_budgets(name, tmp_path):
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
-    assert len(re.findall(r"rank [01]: .*, within its budget: True", done.stdout)) == 2
+    assert len(re.findall(r"rank [01]: .*?, within its budget: True", done.stdout)) == 2
 
 
 class Block(nn.Module):
