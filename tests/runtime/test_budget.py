@@ -1,6 +1,7 @@
 """The budget is the process's: gradients held, outputs, and what PyTorch keeps outside the plan."""
 
 import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,12 @@ from coop_plan import runtime
 from coop_plan.planner import plan
 from coop_plan.runtime.capture import profiler
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
+from coop_plan.runtime.execute.find_plan import plan_for
 from coop_plan.runtime.execute.planned_step import TOLERANCE
+from coop_plan.runtime.options import Options
 from tests.runtime.stepping import backward_that_does_more_than_add, hooked
 from tests.runtime.test_loops import both, data, loss_step, state_of
+from tests.support import make_graph
 
 # Of Dynamo's own, where it looks at what is no leaf.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -355,3 +359,33 @@ def test_a_compiling_step_keeps_to_its_budget_or_one_line_has_the_excess(caplog,
         return
     assert "aten.addmm" in said.getMessage() or "aten.mm" in said.getMessage()
     assert report.budget_bytes < peak <= report.budget_bytes + layers[0].weight.nbytes + TOLERANCE
+
+
+class Held:
+    """A local variable of a caller."""
+
+
+def test_no_error_that_is_met_keeps_the_callers_alive():
+    """A step was called with activations among its locals: they stayed until a collection."""
+
+    def raise_a_share():
+        held = Held()
+        op = {"inputs": [0], "outputs": [1]}
+        graph = make_graph({0: ("input", 9), 1: ("output", 9)}, [op])
+        plan_for(graph, Options.parse({"budget": "1%"}), raised="this graph")
+        return weakref.ref(held)
+
+    def try_other_indices():
+        held = Held()
+        table = torch.ones(9, 4)
+        picked = torch.ops.aten.index_put.default, (table, [table > 0], torch.ones(7)), {}
+        profiler.synthetic_arguments(*picked)
+        return weakref.ref(held)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert raise_a_share()() is None
+        assert try_other_indices()() is None
+    finally:
+        gc.enable()

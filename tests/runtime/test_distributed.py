@@ -296,5 +296,4 @@ class Checkpointed(Net):
 def test_checkpoints_around_sharded_blocks_have_a_reason(alone, caplog):
     model = torch.compile(blocks_sharded(Checkpointed(False)), **OPTIONS)
     model(torch.randn(8, 32)).backward()
-    assert "nothing was planned" in caplog.text
-    assert "marked as skipped" in caplog.text
+    assert re.search(r"nothing was planned: .* \(.* Explanation: ", caplog.text)

@@ -44,15 +44,14 @@ from coop_plan.runtime.torch_internals.ops import (
 )
 
 MIN_REPEATS = 5
-MAX_REPEATS = 25
+MAX_REPEATS = 15
 REPEAT_US = 4_000.0
 """Time after which an op is not repeated any more, within the two counts above."""
 
-CACHE_BYTES = (2 << 20, 8 << 20)
-"""Least and most bytes that are read before an op is timed on the CPU; between, `CACHE_FACTOR`
-times those that it reads itself. The least is more than a core's own caches have."""
-
-CACHE_FACTOR = 4
+CACHE_BYTES = 16 << 20
+"""Bytes that are read before an op is timed on the CPU: more than a core's own caches have, and so
+much of the shared one that an op costs what it does in a step, between others and other processes.
+"""
 
 MEASURE_SECONDS = 30.0
 """Time that a rank waits for a profile that another rank measures."""
@@ -236,14 +235,14 @@ def synthetic_arguments(target: Callable[..., Any], args: Any, kwargs: Any) -> t
         given, named = _synthesize((args, kwargs), truth, number)
         given = _with_forward_state(target, given)
         _divide_into_groups(target, given, named)
+        _spread_indices(target, given, named)
         try:
             target(*given, **named)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
-            failed = error
+            reason = str(error).splitlines()[0]  # text: an error keeps the frames of all callers
         else:
             return given, named
-    first = str(failed).splitlines()[0]
-    raise CaptureError(f"{target} cannot be profiled on synthetic inputs: {first}") from failed
+    raise CaptureError(f"{target} cannot be profiled on synthetic inputs: {reason}")
 
 
 def _possible_totals(value: object) -> tuple[int, ...]:
@@ -293,6 +292,31 @@ def _divide_into_groups(target: Callable[..., Any], given: Any, named: Any) -> N
             return
     if len(offs) == groups > 0 and not offs.is_floating_point():
         offs.copy_(torch.arange(1, groups + 1) * total // groups)
+
+
+def _spread_indices(target: Callable[..., Any], given: Any, named: Any) -> None:
+    """Set indices so that they choose rows all over what they index.
+
+    Zeros would always choose the first row, which stays in the caches.
+    """
+    names = argument_names(target) if isinstance(target, OpOverload) else []
+    match dict(zip(names, given, strict=False)) | named:
+        case {"num_weights": int(rows), "indices": torch.Tensor() as index}:
+            indexed = [(rows, index)]
+        case {"weight": torch.Tensor() as table, "indices": torch.Tensor() as index}:
+            indexed = [(len(table), index)]
+        case {"self": torch.Tensor() as of, "dim": int(dim), "index": torch.Tensor() as index}:
+            indexed = [(of.shape[dim], index)] if of.dim() else []
+        case {"self": torch.Tensor() as of, "indices": list(several)}:
+            indexed = [*zip(of.shape, several, strict=False)]
+        case _:
+            return
+    if all(index is None or index.dtype in (torch.int32, torch.int64) for _, index in indexed):
+        for rows, index in indexed:
+            if index is not None and rows:
+                flat = index.new_empty(0).set_(index.untyped_storage())  # it may be expanded
+                spread = torch.arange(len(flat), device=index.device)
+                flat.copy_(spread.mul_(RANDOM_PERIOD).remainder_(rows))
 
 
 def _rnn_workspace(args: Any) -> torch.Tensor:
@@ -373,17 +397,13 @@ def _measure(
     outputs, allocations, workspace = summarize_events(events, inputs, results, target, alignment)
     del result, results
     if cost_us is None:
-        size = _bytes_read(args, kwargs)
         kernel = BOXED_KERNELS.get(target) if isinstance(target, OpOverload) else None
         run = partial(target, *args, **kwargs) if kernel is None else lambda: kernel([*args[0]])
-        slots = _slots(allocations, workspace, alignment)
-        cost_us = _time(run, slots, device, size)
+        cost_us = _time(run, _slots(allocations, workspace, alignment), device)
     return OpProfile(cost_us, outputs, allocations, workspace, min(worker_bytes))
 
 
-def _time(
-    run_op: Callable[[], object], slots: Slots, device: int | None, bytes_read: int = 0
-) -> float:
+def _time(run_op: Callable[[], object], slots: Slots, device: int | None) -> float:
     """Median time of an op, µs; its allocations are served from an arena at these slots."""
     size = max((offset + need for need, offset in slots), default=0)
     arena, memory = Arena(size, [slots], [False], device), Memory()
@@ -393,7 +413,7 @@ def _time(
     while len(times) < MIN_REPEATS or (sum(times) < REPEAT_US and len(times) < MAX_REPEATS):
         run.begin(memory, fresh=False)
         if device is None:
-            _empty_caches(bytes_read)
+            _empty_caches()
         try:
             arena.enter(0)
             times.append(timed(run_op))
@@ -402,14 +422,13 @@ def _time(
     return statistics.median(times[1:])
 
 
-def _empty_caches(bytes_read: int) -> None:
+def _empty_caches() -> None:
     """Read other memory, as the ops between two runs of an op in a step do.
 
     In a loop an op finds all its arguments in the caches. Ops that are bound by memory would look
     several times too cheap beside products, which are not.
     """
-    least, most = CACHE_BYTES
-    _library_pages()[: min(max(CACHE_FACTOR * bytes_read, least), most) // 8].sum()
+    _library_pages().sum()
 
 
 @functools.cache
@@ -417,7 +436,7 @@ def _library_pages() -> Any:
     """Pages of PyTorch's largest library, which are in memory anyway: reading takes none."""
     files = filter(Path.is_file, Path(torch.__file__).with_name("lib").iterdir())
     size, largest = max((path.stat().st_size, path) for path in files)
-    return np.memmap(largest, np.int64, "r", shape=(min(CACHE_BYTES[1], size) // 8,))
+    return np.memmap(largest, np.int64, "r", shape=(min(CACHE_BYTES, size) // 8,))
 
 
 def _cuda_device(values: list[Any]) -> int | None:

@@ -196,15 +196,13 @@ def _or_smallest(
     except InfeasibleBudgetError as error:
         if options.plan.budget.kind != "share" or not raised:
             raise
-        reason = error
+        reason = str(error)  # text: an error would keep the frames of all callers alive
         made = make(graph, options.within(None).plan)
     log_raised(raised, made, reason, history)
     return made
 
 
-def log_raised(
-    raised: str, made: Plan, reason: InfeasibleBudgetError, history: ShapeHistory | None
-) -> None:
+def log_raised(raised: str, made: Plan, reason: str, history: ShapeHistory | None) -> None:
     """Log that a share is raised to the smallest budget; the line begins with `raised`."""
     log.log(
         logging.WARNING if history is None else history.level("least"),

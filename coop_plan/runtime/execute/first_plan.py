@@ -110,7 +110,7 @@ class Planner:
             if self.options.plan.budget.kind == "bytes":
                 raise
         least = self.within(None).better(fused, eager)
-        log_raised(self.raised, least.plan, reason, self.history)
+        log_raised(self.raised, least.plan, str(reason), self.history)
         return least
 
     def within(self, budget_bytes: int | None) -> "Planner":
