@@ -10,7 +10,7 @@ import torch
 from benchmarks.models import ARCHITECTURES
 from coop_plan.planner import plan
 from coop_plan.runtime import CaptureError
-from coop_plan.runtime.capture import profiler
+from coop_plan.runtime.capture import op_timing
 from coop_plan.runtime.offline_capture import calibrate, fake_device
 from coop_plan.runtime.offline_capture.devices import DeviceSpec, built_in, device
 from coop_plan.runtime.offline_capture.fake_device import CaptureRequest, capture_for
@@ -248,8 +248,8 @@ def test_ops_that_add_in_any_order_run_once(user_module):
 @pytest.fixture
 def untimed(monkeypatch):
     """Ops are not timed for long."""
-    monkeypatch.setattr(profiler, "MIN_REPEATS", 2)
-    monkeypatch.setattr(profiler, "REPEAT_US", 0.0)
+    monkeypatch.setattr(op_timing, "MIN_REPEATS", 2)
+    monkeypatch.setattr(op_timing, "REPEAT_US", 0.0)
 
 
 @pytest.mark.parametrize("name", ["unet", "gpt2", "bert", "resnet", "swin", "distilbert"])

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from coop_plan.runtime.cache import profiles
 from coop_plan.runtime.cache.profiles import ProfileCache
-from coop_plan.runtime.capture import profiler
+from coop_plan.runtime.capture import op_timing, profiler
 from coop_plan.runtime.device import build
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
 from tests.runtime.starts import figures, in_a_new_process, start
@@ -260,17 +260,17 @@ def test_an_op_is_timed_as_in_a_step_with_its_arguments_out_of_the_caches(monkey
         def sum(self):
             done.append("others")
 
-    monkeypatch.setattr(profiler, "_library_pages", Pages)
-    profiler._time(lambda: done.append("op"), (), None)
-    assert done == ["others", "op"] * profiler.MAX_REPEATS
+    monkeypatch.setattr(op_timing, "_library_pages", Pages)
+    op_timing.time_op(lambda: done.append("op"), (), None)
+    assert done == ["others", "op"] * op_timing.MAX_REPEATS
 
 
 def test_emptying_the_caches_takes_no_memory():
-    pages = profiler._library_pages()
-    assert pages.nbytes == profiler.CACHE_BYTES
+    pages = op_timing._library_pages()
+    assert pages.nbytes == op_timing.CACHE_BYTES
     reset_peak()
     before = process_bytes()
-    profiler._empty_caches()
+    op_timing._empty_caches()
     assert process_bytes() == before
     assert not pages.flags.owndata
     assert not pages.flags.writeable
@@ -310,4 +310,4 @@ def test_synthetic_indices_choose_rows_all_over(op, arguments):
 
 
 def test_an_op_that_waits_for_a_processor_costs_its_own_time():
-    assert profiler._cpu_us(lambda: time.sleep(0.05)) < 10_000
+    assert op_timing._cpu_us(lambda: time.sleep(0.05)) < 10_000

@@ -286,7 +286,7 @@ def timed(monkeypatch):
     monkeypatch.setattr(profiler, "_profiles", {})
     monkeypatch.setattr(profiler, "session", lambda: None)
     times = []
-    monkeypatch.setattr(profiler, "_time", lambda *_: times.append(1) or 5.0)
+    monkeypatch.setattr(profiler, "time_op", lambda *_: times.append(1) or 5.0)
     return times
 
 

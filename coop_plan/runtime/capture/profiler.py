@@ -1,18 +1,12 @@
 """Profiler of single ops on real tensors: their time, and every allocation they make.
 
-Each op runs once to warm up and once with its allocations recorded. Then it runs several times with
-the same allocations served from memory touched before, as in an arena, so that its time contains no
-page faults, each after the processor's own caches were emptied. Ops of equal signature are measured
-once per machine.
+Each op runs once to warm up and once with its allocations recorded, and is then timed. Ops of equal
+signature are measured once per machine.
 """
 
-import functools
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,9 +18,8 @@ from coop_plan.planner.placement import place
 from coop_plan.runtime.cache.profiles import session
 from coop_plan.runtime.capture.cost_scaling import current_costs
 from coop_plan.runtime.capture.custom_ops import BOXED_KERNELS
+from coop_plan.runtime.capture.op_timing import slots_alone, time_op
 from coop_plan.runtime.capture.sized_numbers import plain
-from coop_plan.runtime.device import cuda
-from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run, Slots
 from coop_plan.runtime.device.build import arena as extension
 from coop_plan.runtime.distributed.sharing import made_once
 from coop_plan.runtime.errors import CaptureError
@@ -42,16 +35,6 @@ from coop_plan.runtime.torch_internals.ops import (
     tree_flatten,
     tree_map,
 )
-
-MIN_REPEATS = 5
-MAX_REPEATS = 15
-REPEAT_US = 4_000.0
-"""Time after which an op is not repeated any more, within the two counts above."""
-
-CACHE_BYTES = 16 << 20
-"""Bytes that are read before an op is timed on the CPU: more than a core's own caches have, and so
-much of the shared one that an op costs what it does in a step, between others and other processes.
-"""
 
 MEASURE_SECONDS = 30.0
 """Time that a rank waits for a profile that another rank measures."""
@@ -399,44 +382,8 @@ def _measure(
     if cost_us is None:
         kernel = BOXED_KERNELS.get(target) if isinstance(target, OpOverload) else None
         run = partial(target, *args, **kwargs) if kernel is None else lambda: kernel([*args[0]])
-        cost_us = _time(run, _slots(allocations, workspace, alignment), device)
+        cost_us = time_op(run, slots_alone(allocations, workspace, alignment), device)
     return OpProfile(cost_us, outputs, allocations, workspace, min(worker_bytes))
-
-
-def _time(run_op: Callable[[], object], slots: Slots, device: int | None) -> float:
-    """Median time of an op, µs; its allocations are served from an arena at these slots."""
-    size = max((offset + need for need, offset in slots), default=0)
-    arena, memory = Arena(size, [slots], [False], device), Memory()
-    run = Run(arena)
-    timed = _cpu_us if device is None else partial(cuda.device_us, device)
-    times: list[float] = []
-    while len(times) < MIN_REPEATS or (sum(times) < REPEAT_US and len(times) < MAX_REPEATS):
-        run.begin(memory, fresh=False)
-        if device is None:
-            _empty_caches()
-        try:
-            arena.enter(0)
-            times.append(timed(run_op))
-        finally:
-            arena.leave()
-    return statistics.median(times[1:])
-
-
-def _empty_caches() -> None:
-    """Read other memory, as the ops between two runs of an op in a step do.
-
-    In a loop an op finds all its arguments in the caches. Ops that are bound by memory would look
-    several times too cheap beside products, which are not.
-    """
-    _library_pages().sum()
-
-
-@functools.cache
-def _library_pages() -> Any:
-    """Pages of PyTorch's largest library, which are in memory anyway: reading takes none."""
-    files = filter(Path.is_file, Path(torch.__file__).with_name("lib").iterdir())
-    size, largest = max((path.stat().st_size, path) for path in files)
-    return np.memmap(largest, np.int64, "r", shape=(min(CACHE_BYTES, size) // 8,))
 
 
 def _cuda_device(values: list[Any]) -> int | None:
@@ -446,36 +393,6 @@ def _cuda_device(values: list[Any]) -> int | None:
         if isinstance(device, torch.device) and device.type == "cuda":
             return torch.cuda.current_device() if device.index is None else device.index
     return None
-
-
-def _cpu_us(run: Callable[[], object]) -> float:
-    """Time of one run without waits for a processor that another process has.
-
-    It is the thread's processor time, or that of an op's threads on average if that is more.
-    """
-    threads, all_threads = torch.get_num_threads(), time.process_time_ns()
-    wall, own = time.perf_counter_ns(), time.thread_time_ns()
-    result = run()
-    own = time.thread_time_ns() - own
-    wall = time.perf_counter_ns() - wall
-    if threads > 1:
-        own = min(wall, max(own, (time.process_time_ns() - all_threads) // threads))
-    del result  # not part of the op's time
-    return own / 1e3
-
-
-def _slots(allocations: Sequence[Allocation], workspace: int, alignment: int) -> Slots:
-    """Slots of an op alone: its workspace, and its outputs behind that."""
-    slots, end = [], -(-workspace // alignment) * alignment
-    for allocation in allocations:
-        offset = allocation.offset
-        if allocation.output == -2:
-            offset = SERVED_OUTSIDE
-        elif allocation.output >= 0:
-            offset = end
-            end += -(-allocation.bytes // alignment) * alignment
-        slots.append((allocation.bytes, offset))
-    return slots
 
 
 def summarize_events(
