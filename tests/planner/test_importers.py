@@ -175,7 +175,8 @@ def test_categories_of_older_traces_are_read(step, thread):
     for event in kineto.events:
         event["cat"] = old[event["cat"]]
         if event["cat"] != "Operator":
-            event["args"]["external id"] = event["args"].pop("External id")
+            number = event["args"]["External id"]
+            event["args"] = {"correlation": event["args"]["correlation"], "external id": number}
     assert mm_costs(step, kineto) == [3, 3]
 
 
