@@ -16,9 +16,7 @@ for _power, _prefix in enumerate("kmgtp", start=1):
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", re.ASCII)
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*%\s*", re.ASCII)
 
-_BITS = re.compile(
-    r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kmgtpKMGTP]i?)(b|[bB]its?)(/s|ps)?\s*", re.ASCII
-)
+_BITS = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kmgtpKMGTP]i?)(b|[bB]its?)(/s|ps)?\s*", re.ASCII)
 """A size or bandwidth in bits: `12Gb`, `12Gbit`. `12gb` is bytes, but `12gb/s` rarely is."""
 
 LEAST_RATE = 10**6
