@@ -16,10 +16,8 @@ for _power, _prefix in enumerate("kmgtp", start=1):
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", re.ASCII)
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*%\s*", re.ASCII)
 
-_BITS = re.compile(
-    r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kmgtpKMGTP]i?)(?:b|[bB]its?)(?:/s|ps)?\s*", re.ASCII
-)
-"""A bandwidth in bits: a lower-case b, since `12gb` is a size but `12gb/s` rarely one of bytes."""
+_BITS = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kmgtpKMGTP]i?)(b|[bB]its?)(/s|ps)?\s*", re.ASCII)
+"""A size or bandwidth in bits: `12Gb`, `12Gbit`. `12gb` is bytes, but `12gb/s` rarely is."""
 
 LEAST_RATE = 10**6
 """Bytes per second of the slowest link that is given without a unit."""
@@ -53,14 +51,27 @@ class Budget:
         return count
 
 
+def _refuse_bits(text: str, per: Literal["", "/s"]) -> None:
+    """Raise `InvalidInputError` if a size, or a bandwidth with `per` "/s", is in bits."""
+    bits = _BITS.fullmatch(text[:_LONGEST])
+    if bits is None or (not per and (bits[4] or (bits[3] == "b" and bits[2].islower()))):
+        return
+    count, prefix = Decimal(bits[1]), bits[2][0].upper() + bits[2][1:]
+    raise InvalidInputError(
+        f"'{text}' is in bits: write {(count / 8).normalize():f}{prefix}B{per}, or"
+        f" {count.normalize():f}{prefix}B{per} if bytes are meant"
+    )
+
+
 def parse_bytes(text: str) -> int:
     """Bytes of a size such as `12GiB`, `12GB`, `1.5MiB` or `4096`; fractions of a byte are cut off.
 
     Raises:
-        InvalidInputError: not a size, an unknown unit, or above int64.
+        InvalidInputError: not a size, bits such as `12Gb`, an unknown unit, or above int64.
     """
     if len(text) > _LONGEST:
         raise InvalidInputError(f"a text of {len(text)} characters is not a size")
+    _refuse_bits(text, "")
     match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in _UNITS:
         raise InvalidInputError(f"'{text}' is not a size: write 12GiB, 12GB, 500MB or plain bytes")
@@ -80,13 +91,7 @@ def parse_rate(text: str | int) -> int:
     """
     if isinstance(text, int):
         text = f"{text}B/s"
-    bits = _BITS.fullmatch(text[:_LONGEST])
-    if bits is not None:
-        count, prefix = Decimal(bits[1]), bits[2][0].upper() + bits[2][1:]
-        raise InvalidInputError(
-            f"'{text}' is a bandwidth in bits: write {(count / 8).normalize():f}{prefix}B/s, or"
-            f" {count.normalize():f}{prefix}B/s if bytes are meant"
-        )
+    _refuse_bits(text, "/s")
     try:
         rate = parse_bytes(text.strip().removesuffix("/s"))
     except InvalidInputError:

@@ -167,6 +167,19 @@ def test_a_kernel_is_that_of_the_op_around_its_launch(step, newer, shift):
     assert mm_costs(step, Kineto(step, 3, shift + 500, newer)) == [5, 5]  # median of 3, 5 and 7
 
 
+@pytest.mark.parametrize("thread", [7, None])
+def test_categories_of_older_traces_are_read(step, thread):
+    """PyTorch 1.8 to 1.11 wrote capital categories, and `external id` of kernels."""
+    old = {"cpu_op": "Operator", "kernel": "Kernel", "cuda_runtime": "Runtime"}
+    kineto = Kineto(step, newer=True, thread=thread)
+    for event in kineto.events:
+        event["cat"] = old[event["cat"]]
+        if event["cat"] != "Operator":
+            number = event["args"]["External id"]
+            event["args"] = {"correlation": event["args"]["correlation"], "external id": number}
+    assert mm_costs(step, kineto) == [3, 3]
+
+
 @pytest.mark.parametrize("thread", [None, 8])
 def test_without_a_launch_in_an_operator_the_external_id_joins_and_is_named(step, thread):
     kineto = Kineto(step, newer=True, thread=thread)

@@ -1,6 +1,7 @@
 """coop-offline with a link: what transfers cost is what the verifier says, and they only help."""
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from coop_plan.planner import InfeasibleBudgetError, Problem, plan
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.inspect.link_report import unused_link_reason
 from coop_plan.planner.method import Request
+from coop_plan.planner.placement.layout import lay_out
 from coop_plan.planner.search.makespan.annealing import MakespanSearch, run_parallel
 from coop_plan.planner.search.makespan.columns import LOOK_AHEAD
 from coop_plan.planner.search.makespan.metropolis import evaluate_sequence, metropolis
@@ -299,3 +301,22 @@ def test_searches_beside_each_other_end_together_and_the_cheapest_counts():
 
     with pytest.raises(KeyboardInterrupt):
         run_parallel(searches, time.monotonic() + 600.0, interrupted)
+
+
+def test_one_fragmented_layout_does_not_end_a_search(monkeypatch):
+    """Its failure says little about the layouts of other schedules."""
+    problem = Problem.from_graph(linked(pyramid(8), 8.0), 1)
+    failures = iter(range(2))  # the greedy layout, and the searched one
+
+    def fragmented_first(schedule, *args, **options):
+        layout = lay_out(schedule, *args, **options)
+        if next(failures, None) is None:
+            return layout
+        placed = SimpleNamespace(arena_bytes=4 * layout.placed.arena_bytes, schedule=schedule)
+        return SimpleNamespace(placed=placed, placement=layout.placement)
+
+    monkeypatch.setattr("coop_plan.planner.search.makespan.annealing.lay_out", fragmented_first)
+    search = MakespanSearch(problem, Request(350), [np.arange(problem.op_count)], INFINITE)
+    search.run(None, lambda: False)
+    assert next(failures, None) is None
+    assert search.placed is not None

@@ -18,6 +18,7 @@ from coop_plan.schemas import InvalidInputError, format_bytes, parse_budget, par
         ("12GiB", 12 * 2**30),
         ("12GB", 12 * 10**9),
         ("12 gib", 12 * 2**30),
+        ("500mb", 500 * 10**6),
         (" 1.5MiB ", 3 * 2**19),
         (".5kB", 500),
         ("0.3B", 0),
@@ -109,6 +110,18 @@ def test_a_rate_that_is_rarely_meant_is_refused_with_both_readings(text, said):
     with pytest.raises(InvalidInputError) as caught:
         parse_rate(text)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [("12Gb", "1.5GB, or 12GB"), ("800 Mbit", "100MB, or 800MB"), ("8Gib", "1GiB, or 8GiB")],
+)
+def test_a_size_in_bits_is_refused_with_both_readings(text, written):
+    """By the rule of bandwidths: a capital prefix before a lower-case b is not taken for bytes."""
+    for parse in (parse_bytes, parse_budget):
+        with pytest.raises(InvalidInputError) as caught:
+            parse(text)
+        assert str(caught.value) == f"'{text}' is in bits: write {written} if bytes are meant"
 
 
 @given(st.text(max_size=12) | st.from_regex(r"[0-9.]{1,6} ?[kmgtpib%]{0,3}", fullmatch=True))

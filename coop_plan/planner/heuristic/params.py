@@ -83,7 +83,8 @@ class PortfolioParams(Params):
     """Windows of grid steps around the arena, (above, up to), tried until one has a plan."""
 
     probe_stride: Count = 4
-    """Grid steps between budgets of the later windows if any feasible schedule is enough."""
+    """Grid steps between budgets of the later windows if any feasible schedule is enough, and of
+    the first if there is a larger schedule to start from."""
 
     small_ops: Size = 500
     """Largest number of ops for which every rule is tried on the whole grid."""
@@ -244,14 +245,14 @@ class SequenceAnnealingParams(SequenceParams):
     fixed_chunks: Count = 40
     """Checks of the result per annealing."""
 
+    frozen_chunks: Count = 4
+    """Checks in a row without another cost that end such an annealing."""
+
     fixed_layout_events: Count = 100_000
     """Most layouts times events per annealing, besides the last layout."""
 
     fixed_temperatures: tuple[Ratio, ...] = (0.2, 0.8)
     """Initial temperatures of these annealings, in mean costs of an op."""
-
-    limit_reduction: Share = 4e-3
-    """Reduction of the limit on live bytes after a failed layout, as a share of it."""
 
     fixed_penalty_growth: Factor = 1.5
     """Growth of the penalty weight after a chunk that ends infeasible."""

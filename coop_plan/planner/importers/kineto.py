@@ -21,6 +21,15 @@ ON_HOST = frozenset({"cpu_op", "user_annotation"})
 LAUNCHES = ("_runtime", "_driver")
 """Suffixes of the categories of launches, such as cuda_runtime."""
 
+KINDS_UNTIL_2022 = {
+    "Operator": "cpu_op",
+    "Kernel": "kernel",
+    "Memcpy": "gpu_memcpy",
+    "Memset": "gpu_memset",
+    "Runtime": "cuda_runtime",
+}
+"""Categories of older traces, whose kernels also write `external id` in lower case."""
+
 LEAST_SHARE = 0.5
 """Least share of the ops, and of the device time, that a Kineto trace of the same script has."""
 
@@ -84,11 +93,11 @@ class KinetoTimes:
             kind = event.get("cat")
             if not isinstance(kind, str):
                 continue
+            kind = KINDS_UNTIL_2022.get(kind, kind)
             arguments = event.get("args")
             arguments = arguments if isinstance(arguments, dict) else {}
-            external, correlation = (
-                _number(arguments, name) for name in ("External id", "correlation")
-            )
+            correlation = _number(arguments, "correlation")
+            external = _number(arguments, "External id") or _number(arguments, "external id")
             thread = (str(event.get("pid")), str(event.get("tid")))
             if kind in ON_DEVICE:
                 begin, duration = (_micros(event, key, position) for key in ("ts", "dur"))

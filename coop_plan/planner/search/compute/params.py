@@ -50,6 +50,9 @@ class SequenceParams(AnnealingParams):
     penalty_decay: Factor = 1.007
     """Divisor of the penalty weight after a chunk that ends feasible."""
 
+    limit_reduction: Share = 4e-3
+    """Reduction of the limit on live bytes after a failed layout, as a share of it."""
+
     patience: Size = 50
     """Longest infeasible streak, in chunks, before a restart from a feasible sequence."""
 

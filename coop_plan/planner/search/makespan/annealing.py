@@ -210,8 +210,7 @@ class MakespanSearch:
         else:
             self._keep_closest(layout.placed)
             self.failed_layouts += 1
-            ratio = layout.placed.arena_bytes / max(1, arena) if self.placed is None else 1.0
-            self.capacity /= max(params.capacity_shrink, ratio)
+            self.capacity *= 1 - params.limit_reduction
         self.layout_seconds += time.monotonic() - begin
 
     def _schedule(self, sequence: Ints) -> Schedule:

@@ -70,9 +70,6 @@ class MakespanParams(SequenceParams):
     penalty_growth_infeasible: Factor = 1.3
     """The same, while no chunk has ended feasible."""
 
-    capacity_shrink: Factor = 1.001
-    """Divisor of the capacity after a failed layout."""
-
     capacity_growth: Factor = 1.0005
     """Growth of the capacity, up to the arena, after a successful layout."""
 
