@@ -38,9 +38,10 @@ ADVICE = {
 DEVELOPER_HINT = re.compile(r"please (file|report)|third-party C/C\+\+", re.IGNORECASE)
 """Hints of Dynamo that do not help a user."""
 
+OURS = str(Path(__file__).parents[2])
 INSTALLED = (
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    str(Path(__file__).parents[2]),
+    OURS,
     "<frozen ",
 )
 """Beginnings of paths of files that are not the user's: Python, packages, and this one."""
@@ -89,7 +90,10 @@ def user_location(frames: Sequence[tuple[str, object]]) -> str:
     `frames` are files and lines, the innermost last.
     """
     own = [frame for frame in frames if not frame[0].startswith(INSTALLED)] or frames[-1:]
-    libraries = [frame for frame in frames if "/site-packages/torch/" not in frame[0]] or own
+    machinery = [OURS in file or "/site-packages/torch/" in file for file, _ in frames]
+    libraries = [
+        frame for frame, hidden in zip(frames, machinery, strict=True) if not hidden
+    ] or own
     text = "{}, line {}".format(*own[-1])
     if libraries[-1] not in own and libraries[-1][0].startswith(INSTALLED):
         file, line = libraries[-1]
