@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from benchmarks.synthetic import gpt
 from coop_plan.planner import InfeasibleBudgetError, Problem, TimeLimitError, find_faults, plan
 from coop_plan.planner.core.arrays import to_arrays, to_program
-from coop_plan.planner.core.jit import njit
 from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
@@ -22,10 +21,8 @@ from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.placement.layout import lay_out
 from coop_plan.planner.planning import verified_plan
 from coop_plan.planner.search.compute.annealing import SequenceAnnealing
-from coop_plan.planner.search.compute.columns import CANDIDATE_COST
 from coop_plan.planner.search.compute.metropolis import evaluate_sequence, metropolis
 from coop_plan.planner.search.compute.params import DEFAULTS
-from coop_plan.planner.search.compute.repair import repair
 from coop_plan.planner.search.compute.sequence import (
     add_margin,
     current_sequence,
@@ -336,55 +333,3 @@ def test_plans_in_any_order_are_valid(graph, outputs, budget):
         budget = 1
     with contextlib.suppress(InfeasibleBudgetError, TimeLimitError):
         plan(graph, budget, outputs=outputs, alignment=1, time_limit=0.5)
-
-
-def over_capacity(cheap, dear):
-    """A loaded sequence above its capacity, in which two tensors can be recomputed for so many µs.
-
-    Also the program, and the cost in µs of the sequence.
-    """
-    tensors = dict.fromkeys(range(5), ("activation", 100))
-    ops = [
-        {"inputs": [], "outputs": [0], "cost_us": cheap},
-        {"inputs": [], "outputs": [1], "cost_us": dear},
-        {"inputs": [], "outputs": [2]},
-        {"inputs": [2], "outputs": [3]},
-        {"inputs": [0, 1, 3], "outputs": [4]},
-    ]
-    problem = Problem.from_graph(make_graph(tensors, ops), 1, "arena")
-    program = to_program(to_arrays(problem))
-    state = new_state(problem, 40, DEFAULTS)
-    set_sequence(state, np.arange(problem.op_count))
-    cost, excess = evaluate_sequence(program, state, 350)
-    assert excess > 0
-    return program, state, cost
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_repair_recomputes_only_what_its_limit_leaves_room_for(seed):
-    """Else the candidate is built to be rejected: before, 22 000 of 27 000 removals on a GPT."""
-    repair_with = njit(lambda a, s, limit, seed: (np.random.seed(seed), repair(a, s, limit))[1])
-    program, state, cost = over_capacity(10.0, 1_000.0)
-    assert not repair_with(program, state, cost + 9.0, seed)
-    program, state, cost = over_capacity(10.0, 1_000.0)
-    assert repair_with(program, state, cost + 11.0, seed)
-    assert state.sums[CANDIDATE_COST] == cost + 10.0
-
-
-def test_an_annealing_ends_where_its_cost_does_not_change(problem, monkeypatch):
-    """Nothing is recomputed, so no step can save anything."""
-    kept = lay_out(Schedule.of(problem, range(problem.op_count))).placed.arena_bytes
-    method = CoopOffline(problem, Request(2 * kept))
-    method.portfolio.sweep()
-    chunks = []
-
-    def counted(*arguments):
-        chunks.append(arguments)
-        return metropolis(*arguments)
-
-    monkeypatch.setattr("coop_plan.planner.search.compute.annealing.metropolis", counted)
-    annealing = SequenceAnnealing(method.portfolio, np.arange(problem.op_count))
-    frozen = replace(annealing.params, fixed_temperatures=(1e-9,))
-    annealing.params = frozen
-    annealing.run_fixed_length()
-    assert len(chunks) == frozen.frozen_chunks + 1 < frozen.fixed_chunks

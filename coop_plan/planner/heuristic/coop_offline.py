@@ -56,10 +56,9 @@ class CoopOffline:
         portfolio, request = self.portfolio, self.request
         self._offer_start()
         self._offer_larger()
+        portfolio.sweep()
         # With a start, the search from there counts most.
         started = request.larger is not None
-        if not started or portfolio.best.found is None:
-            portfolio.sweep()
         if portfolio.best.found is None:
             portfolio.place_unplaced(1 if started else None)
         if portfolio.best.found is None and self._has_link:

@@ -131,7 +131,7 @@ class PerturbationParams(Params):
 class HillClimbParams(Params):
     """Hill climbing over the weights of retention intervals (`planner.heuristic.hill_climb`)."""
 
-    simulated_ops: Size = 100_000
+    simulated_ops: Size = 33_000
     """Length of the climb, as simulated ops over all steps."""
 
     min_steps: Size = 20

@@ -233,8 +233,8 @@ class Portfolio:
             self.consider(self.budget(center), self.settings[0])
         rules, stride = self.best_rules(center), 1
         windows = params.grid_windows
-        if self.request.larger is not None:  # the other searches start from there
-            windows, stride = windows[:1], params.probe_stride
+        if self.request.larger is not None:
+            windows = windows[:1]  # the other searches start from there
         for low, high in windows:
             for step in range(center + high, center + low, -stride):
                 for number in rules:

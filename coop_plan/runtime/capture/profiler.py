@@ -297,8 +297,9 @@ def _spread_indices(target: Callable[..., Any], given: Any, named: Any) -> None:
     if all(index is None or index.dtype in (torch.int32, torch.int64) for _, index in indexed):
         for rows, index in indexed:
             if index is not None and rows:
-                flat = index.new_empty(0).set_(index.untyped_storage())  # it may be expanded
-                spread = torch.arange(len(flat), device=index.device)
+                count = index.untyped_storage().nbytes() // index.element_size()
+                flat = index.as_strided((count,), (1,), 0)  # it may be expanded
+                spread = torch.arange(count, device=index.device)
                 flat.copy_(spread.mul_(RANDOM_PERIOD).remainder_(rows))
 
 

@@ -109,25 +109,17 @@ class SequenceAnnealing:
         penalty, chunks, events = params.penalty, params.fixed_chunks, max(1, self.feasible.size)
         steps = -(-min(params.fixed_steps, params.fixed_steps_per_event * events) // chunks)
         layouts = max(1, min(chunks, params.fixed_layout_events // events))
-        last_cost, unchanged = math.inf, 0
         for chunk in range(chunks):
             cooled = (1 - chunk / chunks) ** params.cooling
             cost, excess = self._search(steps, temperature * cooled, penalty * base)
-            changed = abs(cost - last_cost) > 1e-9 * base or excess > 0
-            last_cost, unchanged = cost, 0 if changed else unchanged + 1
-            frozen = unchanged >= params.frozen_chunks
             if excess > 0:
                 penalty *= params.fixed_penalty_growth
                 continue
             self.feasible = current_sequence(state)
-            last = frozen or chunk + 1 == chunks
-            due = last or (chunk + 1) % -(-chunks // layouts) == 0
+            due = (chunk + 1) % -(-chunks // layouts) == 0 or chunk + 1 == chunks
             due = due and cost < portfolio.best.cost_us * (1 - params.min_saving)
-            if due and not self._place(WORK if last else 0):
+            if due and not self._place(WORK if chunk + 1 == chunks else 0):
                 self.limit -= int(params.limit_reduction * self.limit)
-                unchanged = 0
-            elif frozen:
-                return
             if portfolio.request.out_of_time():
                 return
 

@@ -83,7 +83,7 @@ def metropolis(
                     current_area, accepted = s.sums[AREA], True
                     break
                 # Too expensive only for its memory excess: repair the peak and try again.
-                if last or not repair(a, s, limit):
+                if last or not repair(a, s):
                     break
         finish_step(a, s, accepted)
     store(s)

@@ -11,34 +11,33 @@ from coop_plan.planner.search.compute.moves import draw_evicted_chance, insert_r
 from coop_plan.planner.search.compute.sequence import SearchState
 
 MAX_DRAWS = 16
-"""Most rejection-sampling attempts; a scan of all live tensors costs more than another step."""
+"""Most rejection-sampling attempts before an exhaustive scan."""
 
 
 @inner
-def repair(a: Program, s: SearchState, limit: float) -> bool:
+def repair(a: Program, s: SearchState) -> bool:
     """Recompute one tensor that is live but unused at the peak for its next read.
 
     The tensor is drawn with probability proportional to its gain: bytes freed per µs of
-    recomputation. False if none was drawn whose recomputation costs no more than `limit` (µs)
-    leaves: the candidate would be rejected.
+    recomputation.
     """
-    peak, most_us = s.counts[c.PEAK_EVENT], limit - s.sums[c.CANDIDATE_COST]
-    t = _draw_victim(a, s, peak, most_us)
+    peak = s.counts[c.PEAK_EVENT]
+    t = _draw_victim(a, s, peak)
     if t == c.NONE:
         return False
     read = next_read(s, t, peak + 1)
-    return insert_recompute(a, s, a.producer[t], read, draw_input_chance(a, s, t, peak, most_us))
+    return insert_recompute(a, s, a.producer[t], read, draw_input_chance(a, s, t, peak))
 
 
 @inlined
-def draw_input_chance(a: Program, s: SearchState, t: int, peak: int, most_us: float) -> float:
+def draw_input_chance(a: Program, s: SearchState, t: int, peak: int) -> float:
     """Draw the probability with which evicted inputs of `t` are recomputed, by both gains."""
-    extend, rerun = recompute_gains(a, s, t, peak, most_us)
+    extend, rerun = recompute_gains(a, s, t, peak)
     return 0.0 if np.random.random() * (extend + rerun) < extend else draw_evicted_chance(s)
 
 
 @inlined
-def _draw_victim(a: Program, s: SearchState, peak: int, most_us: float) -> int:
+def _draw_victim(a: Program, s: SearchState, peak: int) -> int:
     """Draw a tensor that is live but unused at event `peak`, by its gain; NONE if there is none.
 
     Long-lived copies of earlier blocks are drawn by an upper bound on their gain and accepted with
@@ -51,18 +50,17 @@ def _draw_victim(a: Program, s: SearchState, peak: int, most_us: float) -> int:
     for i in range(peak - s.block_start[peak_block]):
         x = s.event[s.members[peak_block, i], c.FIRST_ACCESS]
         while x != c.NONE and s.access[x, c.ACCESS_KIND] != c.READ:
-            gain = _gain(a, s, x, peak, op, most_us)
-            near_gain, near = _reservoir_step(s, near_gain, near, x, gain)
+            near_gain, near = _reservoir_step(s, near_gain, near, x, _gain(a, s, x, peak, op))
             x = s.access[x, c.NEXT_OF_EVENT]
     # Copies of earlier blocks: a gain is at most size / cost, and at most excess / cost. The
     # smaller of the two sums is used as the bound.
-    long_gain = gain_per_byte = 0.0
+    gain = gain_per_byte = 0.0
     for b in range(peak_block):
         if s.block[b, c.LAST_END] >= peak_block:
-            long_gain += s.long_gain[b, 0]
+            gain += s.long_gain[b, 0]
             gain_per_byte += s.long_gain[b, 1]
-    column, scale = (0, 1.0) if long_gain <= gain_per_byte * excess else (1, float(excess))
-    total = near_gain + min(long_gain, gain_per_byte * excess)
+    column, scale = (0, 1.0) if gain <= gain_per_byte * excess else (1, float(excess))
+    total = near_gain + min(gain, gain_per_byte * excess)
     for _ in range(MAX_DRAWS if total > near_gain else 0):
         left = np.random.random() * total - near_gain
         if left < 0.0:
@@ -71,8 +69,14 @@ def _draw_victim(a: Program, s: SearchState, peak: int, most_us: float) -> int:
         if x == c.NONE:
             continue
         bound = scale * s.gain_bound[s.access[x, c.TENSOR], column]
-        if np.random.random() * bound < _gain(a, s, x, peak, op, most_us):
+        if np.random.random() * bound < _gain(a, s, x, peak, op):
             return int(s.access[x, c.TENSOR])
+    # All draws rejected: scan every long-lived copy.
+    for b in range(peak_block):
+        x = s.block[b, c.FIRST_LONG]
+        while x != c.NONE:
+            near_gain, near = _reservoir_step(s, near_gain, near, x, _gain(a, s, x, peak, op))
+            x = s.access[x, c.NEXT_LONG]
     return int(near)
 
 
@@ -105,30 +109,22 @@ def _find_by_weight(s: SearchState, peak_block: int, column: int, left: float) -
 
 
 @inlined
-def _gain(a: Program, s: SearchState, x: int, peak: int, op: int, most_us: float) -> float:
-    """Bytes freed per µs of recomputation if the copy of write `x` is evicted at the peak.
-
-    0 if the recomputation costs more than `most_us`.
-    """
+def _gain(a: Program, s: SearchState, x: int, peak: int, op: int) -> float:
+    """Bytes freed per µs of recomputation if the copy of write `x` is evicted at the peak."""
     t = s.access[x, c.TENSOR]
     ended = s.access[x, c.COPY] != x or position_of(s, s.access[x, c.END]) <= peak
     if ended or s.gain_bound[t, 1] == 0.0 or _is_pinned(a, op, t):
         return 0.0
-    if s.event[s.access[x, c.EVENT], c.FIRST_RUN] == 0:  # the rerun is dead then
-        most_us += a.cost[a.producer[t]]
-    return max(*recompute_gains(a, s, t, peak, most_us))
+    return max(*recompute_gains(a, s, t, peak))
 
 
 @inlined
-def recompute_gains(
-    a: Program, s: SearchState, t: int, peak: int, most_us: float
-) -> tuple[float, float]:
+def recompute_gains(a: Program, s: SearchState, t: int, peak: int) -> tuple[float, float]:
     """Gains, in bytes per µs, of evicting `t` at the peak and recomputing it later.
 
     First with its evicted inputs kept live for it: an input read by k ops is charged 1/k of its
     bytes, because one recompute keeps it live for all of them. Else no input of a concatenation
-    would ever be worth keeping. Second with those inputs recomputed as well. A way that costs more
-    than `most_us` gains nothing.
+    would ever be worth keeping. Second with those inputs recomputed as well.
     """
     maker, extended, us = a.producer[t], 0.0, 0.0
     for k in range(a.reads_ptr[maker], a.reads_ptr[maker + 1]):
@@ -136,8 +132,7 @@ def recompute_gains(
         if a.size[source] > 0 and not is_live_at(a, s, source, peak):
             extended, us = extended + s.input_share[source], us + s.input_us[source]
     excess, cost = float(s.counts[c.PEAK_EXCESS]), max(a.cost[maker], c.MIN_COST_US)
-    extend = max(0.0, min(a.size[t] - extended, excess)) / cost if cost <= most_us else 0.0
-    return extend, min(a.size[t], excess) / (cost + us) if cost + us <= most_us else 0.0
+    return max(0.0, min(a.size[t] - extended, excess)) / cost, min(a.size[t], excess) / (cost + us)
 
 
 @inlined

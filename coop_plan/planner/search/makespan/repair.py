@@ -53,9 +53,7 @@ def repair(a: Program, m: MakespanState) -> bool:
         return False
     if by_prefetch:
         return insert_prefetch(a, s, choice, read)
-    return insert_recompute(
-        a, s, a.producer[choice], read, draw_input_chance(a, s, choice, peak, np.inf)
-    )
+    return insert_recompute(a, s, a.producer[choice], read, draw_input_chance(a, s, choice, peak))
 
 
 @inlined
@@ -92,7 +90,7 @@ def _reservoir_step(
         if np.random.random() * total < bytes_ / max(us, c.MIN_COST_US):
             choice, by_prefetch = t, True
     if s.rerun_for[t] == 1:
-        gained = max(*recompute_gains(a, s, t, peak, np.inf))
+        gained = max(*recompute_gains(a, s, t, peak))
         total += gained
         if np.random.random() * total < gained:
             choice, by_prefetch = t, False
