@@ -242,7 +242,7 @@ graph = coop_plan.load_graph("graph.json")
 for method in ("coop-offline", "delta", "dtr", "optimal"):
     made = coop_plan.plan(graph, "70%", method=method, link="16GB/s")
     print(method, made.overhead, made.arena_bytes)
-made = coop_plan.plan(graph, "min", time_limit=60)
+made = coop_plan.plan(graph, "min")
 print(made.budget_bytes, "numba" in sys.modules, "llvmlite" in sys.modules)
 """
 

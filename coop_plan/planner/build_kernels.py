@@ -21,7 +21,7 @@ from coop_plan.planner.kernels import ALL
 
 def build(folder: Path, modules: tuple[str, ...] = ALL) -> Path:
     """Compile the kernels of modules in `planner`; returns the extension module's path."""
-    from numba.pycc import cc, compiler  # its import warns that another way will come
+    from numba.pycc import cc, compiler  # its import warns that numba will replace it
 
     settings: Any = config
     settings.CPU_NAME, settings.CPU_FEATURES = "generic", ""  # of functions that kernels call

@@ -45,11 +45,12 @@ def kernel_name(function: Callable[..., object]) -> str:
 
 def _extension() -> ModuleType | None:
     """The compiled kernels of these sources, if installed; NUMBA_DISABLE_JIT hides them."""
-    suffix = EXTENSION_SUFFIXES[0]
-    kept = {path.name.removesuffix(suffix) for path in PLANNER.glob(f"_kernels_*{suffix}")}
-    if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0" or not kept or extension_name() not in kept:
+    kept = [path.name for path in PLANNER.glob(f"_kernels_*{EXTENSION_SUFFIXES[0]}")]
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0" or not kept:
         return None
-    return import_module(f"coop_plan.planner.{extension_name()}")
+    name = extension_name()
+    current = f"{name}{EXTENSION_SUFFIXES[0]}" in kept
+    return import_module(f"coop_plan.planner.{name}") if current else None
 
 
 EXTENSION = _extension()

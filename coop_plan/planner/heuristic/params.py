@@ -83,8 +83,7 @@ class PortfolioParams(Params):
     """Windows of grid steps around the arena, (above, up to), tried until one has a plan."""
 
     probe_stride: Count = 4
-    """Grid steps between budgets of the later windows if any feasible schedule is enough, and of
-    the first if there is a larger schedule to start from."""
+    """Grid steps between budgets of the later windows if any feasible schedule is enough."""
 
     small_ops: Size = 500
     """Largest number of ops for which every rule is tried on the whole grid."""
@@ -131,7 +130,7 @@ class PerturbationParams(Params):
 class HillClimbParams(Params):
     """Hill climbing over the weights of retention intervals (`planner.heuristic.hill_climb`)."""
 
-    simulated_ops: Size = 33_000
+    simulated_ops: Size = 100_000
     """Length of the climb, as simulated ops over all steps."""
 
     min_steps: Size = 20
@@ -244,9 +243,6 @@ class SequenceAnnealingParams(SequenceParams):
 
     fixed_chunks: Count = 40
     """Checks of the result per annealing."""
-
-    frozen_chunks: Count = 4
-    """Checks in a row without another cost that end such an annealing."""
 
     fixed_layout_events: Count = 100_000
     """Most layouts times events per annealing, besides the last layout."""
