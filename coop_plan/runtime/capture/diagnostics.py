@@ -5,6 +5,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from coop_plan.runtime.capture.source_locations import FRAME, PYTORCH
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.torch_internals.dynamo import TorchRuntimeError
 
@@ -90,10 +91,8 @@ def user_location(frames: Sequence[tuple[str, object]]) -> str:
     `frames` are files and lines, the innermost last.
     """
     own = [frame for frame in frames if not frame[0].startswith(INSTALLED)] or frames[-1:]
-    machinery = [OURS in file or "/site-packages/torch/" in file for file, _ in frames]
-    libraries = [
-        frame for frame, hidden in zip(frames, machinery, strict=True) if not hidden
-    ] or own
+    named = [frame for frame in frames if OURS not in frame[0] and PYTORCH not in frame[0]]
+    libraries = named or own
     text = "{}, line {}".format(*own[-1])
     if libraries[-1] not in own and libraries[-1][0].startswith(INSTALLED):
         file, line = libraries[-1]
@@ -103,7 +102,8 @@ def user_location(frames: Sequence[tuple[str, object]]) -> str:
 
 def _frames(error: Exception) -> list[tuple[str, str]]:
     """Files and lines of the user code in Dynamo's message."""
-    return re.findall(r'File "([^"]+)", line (\d+)', str(error).partition("from user code")[2])
+    found: list[tuple[str, str]] = FRAME.findall(str(error).partition("from user code")[2])
+    return found
 
 
 def _user_location(error: Exception) -> str:
