@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from coop_plan.runtime.offline_capture.fit import fit
     from coop_plan.runtime.reports import StepReport, clear_reports, reports
     from coop_plan.runtime.train_step import train_step
+    from coop_plan.runtime.whole_iteration.train_iteration import train_iteration
     from coop_plan.schemas import Graph, InvalidInputError, Plan, load_graph, load_plan
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "load_plan",
     "plan",
     "reports",
+    "train_iteration",
     "train_step",
     "verify",
 ]
@@ -72,6 +74,7 @@ _MODULES = {
     "runtime.offline_capture.capture": ("capture",),
     "runtime.offline_capture.fit": ("fit",),
     "runtime.train_step": ("train_step",),
+    "runtime.whole_iteration.train_iteration": ("train_iteration",),
     "schemas": ("Graph", "InvalidInputError", "Plan", "load_graph", "load_plan"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

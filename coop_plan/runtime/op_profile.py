@@ -58,3 +58,20 @@ class OpProfile:
     def allocations_except(self, positions: Collection[int]) -> tuple[Allocation, ...]:
         """The op's allocations if the outputs at `positions` are written into given tensors."""
         return tuple(a for a in self.allocations if a.output not in positions)
+
+
+@dataclass(frozen=True)
+class UpdateProfile:
+    """Memory and time of an optimizer's update of one parameter.
+
+    The `first` update allocates `state_bytes` of states for good, `later` ones none.
+    """
+
+    first: OpProfile
+    later: OpProfile
+    state_bytes: int
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Workspace that is enough for any update."""
+        return max(self.first.workspace_bytes, self.later.workspace_bytes)

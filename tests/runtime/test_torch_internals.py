@@ -671,6 +671,22 @@ def test_the_real_world_is_real():
         assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_modes_can_be_left():
+    seen = []
+
+    class Watch(tracing.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with assumed("_disable_current_modes"), Watch():
+        with tracing.without_modes():
+            torch.ones(2) + 1
+        assert not seen
+        torch.ones(2) + 1
+        assert seen
+
+
 def test_below_autograd_nothing_is_recorded():
     x = torch.ones(3, requires_grad=True)
     with assumed("_AutoDispatchBelowAutograd"), tracing.below_autograd_with_grad_mode():

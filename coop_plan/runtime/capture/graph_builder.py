@@ -19,7 +19,7 @@ from coop_plan.runtime.capture.profiler import fake_values, profile_op
 from coop_plan.runtime.capture.source_locations import source_of
 from coop_plan.runtime.distributed.collectives import collective_of, modelled_profile, scratch_bytes
 from coop_plan.runtime.errors import CaptureError
-from coop_plan.runtime.op_profile import OpProfile
+from coop_plan.runtime.op_profile import OpProfile, UpdateProfile
 from coop_plan.runtime.torch_internals.fakes import FakeTensor
 from coop_plan.runtime.torch_internals.joint_graphs import is_primal, is_tangent
 from coop_plan.runtime.torch_internals.ops import (
@@ -42,6 +42,9 @@ SNAPSHOT = "coop_snapshot"
 OP_MAKER = "coop_op_maker"
 """Key in `node.meta` of a function that makes the node's op for the layouts of its arguments."""
 
+UPDATE = "coop_update"
+"""Key in `node.meta` of the `Update` of a node that updates a parameter."""
+
 SCALAR_TYPES = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -61,6 +64,14 @@ class CostModel(Protocol):
 
     def profile(self, target: OpOverload, args: Any, kwargs: Any, result: Any) -> OpProfile:
         """The profile of an op, from fake tensors."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """Update of the parameter of an input node by its optimizer."""
+
+    profile: UpdateProfile
+    parameter: fx.Node
 
 
 @dataclass(eq=False)
@@ -111,6 +122,8 @@ class GraphBuilder:
             if isinstance(value, fx.GraphModule):  # the op that reads it raises
                 value = None
             self._resident(node, value, "constant")
+        elif UPDATE in node.meta:
+            self._update(node, node.meta[UPDATE])
         elif node.op == "call_function":
             if node.target is GETITEM:
                 parent, index = node.args
@@ -180,6 +193,33 @@ class GraphBuilder:
         copy.meta["val"] = source.meta["val"].clone(memory_format=torch.contiguous_format)
         self.visit(copy)
         node.replace_input_with(source, copy)
+
+    def _update(self, node: fx.Node, update: Update) -> None:
+        """Add an update: it reads a gradient, and overwrites its parameter and the states."""
+        gradient = self.storages[node.all_input_nodes[0]][0]
+        (parameter,) = self.storages[update.parameter]
+        assert gradient is not None and parameter is not None
+        self.tensors[parameter]["kind"] = "parameter"
+        profile, changed = update.profile, [parameter]
+        if profile.state_bytes:
+            states = self.add(f"states of {update.parameter.name}", profile.state_bytes, "buffer")
+            changed.append(states)
+        self.storages[node] = (None,)
+        self.ops.append(node)
+        self.profiles.append(profile.later)
+        self.op_fields.append(
+            {
+                "name": "coop_plan.update",
+                "inputs": [gradient, *changed],
+                "outputs": [],
+                "mutates": changed,
+                "cost_us": profile.later.cost_us,
+                "workspace_bytes": profile.workspace_bytes,
+                "recomputable": False,
+                "rng": False,
+                "inplace": [],
+            }
+        )
 
     def _call(self, node: fx.Node) -> None:
         if OP_MAKER in node.meta:

@@ -7,7 +7,7 @@ number in the handle, until autograd drops the handle: with the loss, or after t
 import itertools
 import threading
 import weakref
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,7 +41,8 @@ class Invocation:
     `held_bytes` has the sizes of the gradients held when it began, by address. `alone` is True if
     no other invocation of its thread ran meanwhile. By position among the primals, `leaves` are the
     tensors whose gradients are held across steps or consumed by hooks, `held` the gradients that
-    the backward adds to, and `handed` the leaves whose hooks run within the backward.
+    the backward adds to, `handed` the leaves whose hooks run within the backward, and `updates`
+    those of parameters within a whole iteration.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Invocation:
         self.leaves: Mapping[int, torch.Tensor] = {}
         self.held: Mapping[int, torch.Tensor] = {}
         self.handed: Container[int] = ()
+        self.updates: Mapping[int, Callable[[torch.Tensor], None]] = {}
         self.held_bytes: Mapping[int, int] = {}
         self.alone = True
         self.thread = threading.get_ident()

@@ -21,6 +21,7 @@ from coop_plan.runtime.execute.budget_check import BudgetCheck
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.invocation import Invocation, invocation_of
 from coop_plan.runtime.execute.lower_to_fx import inputs_of, snapshot_positions
+from coop_plan.runtime.execute.measured import note_counters, note_times
 from coop_plan.runtime.execute.rng_state import Generator, default_generator
 from coop_plan.runtime.gradients import capture_adjust
 from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment
@@ -39,7 +40,7 @@ from coop_plan.runtime.torch_internals.autograd import (
     refuse_second_backward,
 )
 from coop_plan.runtime.torch_internals.joint_graphs import boxed, compiled_node
-from coop_plan.schemas import Plan, format_bytes
+from coop_plan.schemas import Plan
 
 log = logging.getLogger("coop-plan")
 
@@ -142,7 +143,7 @@ class PlannedStep:
                 if self._compiled.outputs == "gradients":
                     cuda.refuse_capture_of_gradients()
                 if (times := self._clock.read()) is not None:
-                    self._take_times(*times, self._clock.stall_us)
+                    note_times(self.report, *times, self._clock.stall_us)
             self._note_saved_tensors_hooks()
             pool = self._pools.of_thread()
             # PyTorch refuses to read their states while a CUDA graph is captured.
@@ -434,45 +435,13 @@ class PlannedStep:
         return found
 
     def _measure(self, counters: Counters, invocation: Invocation) -> None:
-        report, copies = self.report, invocation.transfers
-        report.budget_bytes = invocation.compiled.budget_bytes
-        report.measured_arena_bytes = counters.high_water_bytes
+        report = self.report
         report.held_bytes = sum(invocation.held_bytes.values())
         before = report.resident_bytes + report.held_bytes
         if self._captured.any_sizes:
             planned = sum(input_bytes(self._captured))
             before -= planned - sum(input_bytes(self._captured, invocation.inputs))
-        report.measured_peak_bytes = before + counters.process_bytes
-        report.outside_bytes = counters.outside_bytes
-        found = []
-        if counters.stray_count:
-            many = "s" if counters.stray_count > 1 else ""
-            found.append(
-                f"{format_bytes(counters.stray_bytes)} in {counters.stray_count} tensor{many}, the"
-                f" largest ({format_bytes(counters.largest_bytes)}) from {counters.largest_line}"
-            )
-        if counters.conflict_slot >= 0:
-            producer, kept = self._compiled.producer, counters.conflicting_slot
-            of = "another step" if kept < 0 else producer(kept)
-            found.append(
-                f"{format_bytes(counters.conflicting_bytes)} of {of}, still referenced, where"
-                f" {producer(counters.conflict_slot)} was planned"
-            )
-        if found:
-            report.outside_plan = "; ".join(found)
-        if self._clock is None:
-            stalls = (0.0, 0.0) if copies is None else copies.stall_us
-            self._take_times(counters.compute_us, counters.recompute_us, stalls)
-        if copies is not None:
-            report.measured_host_arena_bytes = copies.host_high_water
-            report.copies = copies.spans
-
-    def _take_times(self, compute_us: float, recompute_us: float, stalls: Sequence[float]) -> None:
-        report = self.report
-        report.last_step_us = compute_us + recompute_us
-        report.measured_offload_stall_us, report.measured_prefetch_stall_us = stalls
-        if compute_us:
-            report.measured_overhead = (recompute_us + sum(stalls)) / compute_us
+        note_counters(report, counters, invocation, before, on_cuda=self._clock is not None)
 
 
 def _made_by_autograd(value: object) -> bool:

@@ -53,7 +53,12 @@ def hand_over(invocation: Any, position: int, gradient: torch.Tensor) -> Any:
     return invocation.hand_over(position, gradient)
 
 
-GRADIENT_SINKS = (accumulate, hand_over)
+def update(invocation: Any, position: int, gradient: torch.Tensor) -> None:
+    """Graph op: `invocation` updates a parameter by its gradient (`whole_iteration`)."""
+    invocation.updates[position](gradient)
+
+
+GRADIENT_SINKS = (accumulate, hand_over, update)
 """Graph ops that take a gradient away from autograd."""
 
 

@@ -12,7 +12,8 @@ from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import _disable_current_modes
+
+from coop_plan.runtime.torch_internals.tracing import without_modes
 
 compiler_config: Any = torch.compiler.config
 _aten = torch.ops.aten
@@ -90,7 +91,7 @@ def _outside_traces() -> Iterator[FakeTensorMode]:
     with (
         tracing(TracingContext(mode)),
         torch.no_grad(),
-        _disable_current_modes(),
+        without_modes(),
         config.patch(SETTINGS),
         compiler_config.patch(cache_key_tag=tag),
         functorch_config.patch(bundled_autograd_cache=False),

@@ -18,10 +18,11 @@ from torch._subclasses.functional_tensor import (
 )
 from torch.fx.node import _side_effectful_functions
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 from coop_plan.runtime.locks import fork_safe_lock
 
-__all__ = ["TorchDispatchMode"]
+__all__ = ["TorchDispatchMode", "without_modes"]
 
 
 @contextmanager

@@ -1,0 +1,184 @@
+"""Whole iterations under budgets, beside the loop in eager: numbers, memory and time, on the CPU.
+
+    python -m benchmarks.iterations [--model gpt2 ...] [--micro-batches 1 4] [--csv FILE]
+
+An iteration has the forwards and backwards of its micro-batches, clipping, and AdamW's step. Each
+row runs in a process of its own, and trains for some iterations. Bytes are those of PyTorch's
+allocator, from its own counter, with parameters, states and batches; the peak is that of the
+iterations after the first. `equal` says that losses, norms, parameters and states are eager's to
+the bit. Exits 1 if a row is not equal, exceeds its budget or allocates outside its plan.
+"""
+
+import argparse
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import coop_plan
+from benchmarks import fused, models, runtime_peers
+from benchmarks.report import Column, Report, parser, scaled
+from coop_plan.runtime.device.arena import process_bytes, reset_peak
+
+ITERATIONS = 4
+CLIP_NORM = 0.5
+BUDGETS = ("100%", "60%", "40%", "min")
+
+
+def mixture() -> models.Built:
+    """Qwen2-MoE of two layers with eight experts, as grouped products."""
+    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    return models.causal(
+        "Qwen2Moe", shared_expert_intermediate_size=64, experts_implementation="grouped_mm", **moe
+    )
+
+
+def resnet() -> models.Built:
+    """The ResNet of `benchmarks.fused`."""
+    return fused.resnet()
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: runtime_peers.gpt2(2),
+    "llama": lambda: runtime_peers.llama(2),
+    "resnet": resnet,
+    "moe": mixture,
+}
+
+
+def serve(name: str, budget: str, micro_batches: int, clip: bool) -> dict[str, Any]:
+    """Train in this process; an empty budget means the loop in eager."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, loss_of, batch = MODELS[name]()
+    step = loss_of(model)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    clip_norm = CLIP_NORM if clip else None
+    iteration: Any = None
+    if budget:
+        given = int(budget) if budget.isdigit() else budget
+        iteration = coop_plan.train_iteration(step, optimizer, given, clip_norm=clip_norm)
+    seconds, digest = [], hashlib.sha256()
+    process_bytes()
+    for number in range(ITERATIONS):
+        torch.manual_seed(number)
+        if number == 1:
+            reset_peak()
+        batches = [batch] * micro_batches
+        began = time.process_time()
+        if iteration is not None:
+            made = iteration(*batches)
+            losses, norm = made if isinstance(made, list) else [made], iteration.grad_norm
+        else:
+            losses, norm = [], None
+            optimizer.zero_grad()
+            for each in batches:
+                loss = step(each)
+                loss.backward()
+                losses.append(loss.detach())
+                del loss
+            if clip:
+                norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
+            optimizer.step()
+        seconds.append(time.process_time() - began)
+        for value in (*losses, *([norm] if norm is not None else [])):
+            digest.update(value.numpy().tobytes())
+    peak = process_bytes()[1]
+    optimizer.zero_grad()
+    kept = [*model.state_dict().values()]
+    kept += [v for p in parameters for v in optimizer.state.get(p, {}).values()]
+    for value in kept:
+        digest.update(value.detach().contiguous().numpy().tobytes())
+    found: dict[str, Any] = {
+        "digest": digest.hexdigest(),
+        "peak": peak,
+        "seconds": statistics.median(seconds[1:]),
+    }
+    if iteration is not None:
+        report = coop_plan.reports()[-1]
+        names = ("budget_bytes", "peak_bytes", "measured_peak_bytes", "outside_bytes")
+        found |= {each: getattr(report, each) for each in names}
+        found |= {"planned": report.planned_overhead, "paid": report.measured_overhead}
+    return found
+
+
+def run(name: str, budget: str, micro_batches: int, clip: bool) -> dict[str, Any]:
+    """`serve` in a process of its own."""
+    given = json.dumps([name, budget, micro_batches, clip])
+    command = [sys.executable, "-m", "benchmarks.iterations", "--serve", given]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{given}: {done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measure(name: str, micro_batches: int, clip: bool, budgets: list[str]) -> list[dict[str, Any]]:
+    """Rows of a model, one a budget."""
+    eager = run(name, "", micro_batches, clip)
+    rows = []
+    for budget in budgets:
+        own = run(name, budget, micro_batches, clip)
+        rows.append(
+            {
+                **own,
+                "model": name,
+                "micro_batches": micro_batches,
+                "clip": "yes" if clip else "no",
+                "budget": budget,
+                "eager": eager["peak"],
+                "ratio": own["seconds"] / eager["seconds"],
+                "equal": own["digest"] == eager["digest"],
+                "held": own["peak"] <= own["budget_bytes"] and not own["outside_bytes"],
+            }
+        )
+    return rows
+
+
+MB = scaled(1e-6, ".2f")
+COLUMNS = (
+    *("model", "micro_batches", "clip", "budget"),
+    Column("eager", "eager MB", MB),
+    Column("budget_bytes", "budget MB", MB),
+    Column("peak", "peak MB", MB),
+    Column("outside_bytes", "outside B"),
+    Column("planned", "planned", ".1%"),
+    Column("paid", "in step", ".1%"),
+    Column("ratio", "CPU ÷ eager", ".2f"),
+    Column("equal", form=lambda equal: "equal" if equal else "DIFFERENT"),
+    Column("held", form=lambda held: "within" if held else "BEYOND"),
+)
+
+
+def main() -> int:
+    """Returns 1 unless every row is equal and within its budget."""
+    command = parser(__doc__)
+    command.add_argument("--model", choices=MODELS, nargs="+", default=list(MODELS))
+    command.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4])
+    command.add_argument("--budgets", nargs="+", default=list(BUDGETS))
+    command.add_argument("--serve", help=argparse.SUPPRESS)
+    asked = command.parse_args()
+    if asked.serve:
+        print(json.dumps(serve(*json.loads(asked.serve))))
+        return 0
+    report = Report(*COLUMNS, progress=True)
+    for name in asked.model:
+        for micro_batches in asked.micro_batches:
+            for clip in (False, True):
+                for row in measure(name, micro_batches, clip, asked.budgets):
+                    report.add(**row)
+    report.finish(asked.csv)
+    return int(not all(row["held"] and row["equal"] for row in report.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""The graph of an iteration, from AOTAutograd's joint graph of the losses of its micro-batches.
+
+Program order is that of the loop in eager: the forward and the backward of each micro-batch, then
+the norm of the gradients, if they are clipped. Each parameter is updated as soon as its gradient is
+complete and no later op of the program reads the parameter.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from coop_plan.runtime.capture.graph_builder import UPDATE, Update
+from coop_plan.runtime.capture.joint_graph import Captured, forward_nodes
+from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.gradients.capture_adjust import update
+from coop_plan.runtime.op_profile import UpdateProfile
+from coop_plan.runtime.torch_internals.joint_graphs import (
+    interpreted_module,
+    is_primal,
+    is_tangent,
+    plain_outputs,
+    tangent_output,
+)
+
+aten = torch.ops.aten
+
+SCALAR = "return its loss alone, a tensor of one element"
+
+FORMATS = (
+    (torch.contiguous_format, range(64)),
+    (torch.channels_last, (4,)),
+    (torch.channels_last_3d, (5,)),
+)
+"""Memory formats of parameters, and their numbers of dimensions."""
+
+NORM_EPSILON = 1e-6
+"""Summand of the norm in `torch.nn.utils.clip_grad_norm_`."""
+
+
+def iteration_graph(
+    joint: fx.GraphModule,
+    num_fwd_outputs: int,
+    updates: Mapping[int, UpdateProfile],
+    clip_norm: float | None,
+) -> fx.GraphModule:
+    """The graph of an iteration; its outputs are the forward's outputs, then the gradients' norm.
+
+    Args:
+        joint: a joint graph whose tangents are those of scalar losses, one a micro-batch.
+        num_fwd_outputs: how many of its outputs are the forward's.
+        updates: updates of the optimizer in its order, by position of the parameter.
+        clip_norm: largest norm of all gradients, as in `torch.nn.utils.clip_grad_norm_`.
+
+    Raises:
+        CaptureError: a gradient belongs to no parameter of the optimizer.
+    """
+    return _Builder(joint, num_fwd_outputs).build(updates, clip_norm)
+
+
+class _Builder:
+    """Emits the nodes of the joint graph in the order of the loop."""
+
+    def __init__(self, joint: fx.GraphModule, num_fwd_outputs: int) -> None:
+        self._joint = joint
+        self._graph = fx.Graph()
+        self._placed: dict[fx.Node, fx.Node] = {}
+        end = next(iter(reversed(joint.graph.nodes)))
+        outputs: list[Any] = list(end.args[0])
+        self._results, self._gradients = outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
+        self._descs = list(end.meta.get("desc", []))[:num_fwd_outputs]
+        self._losses = _losses(joint, outputs)
+        self._batches = _batches_behind(joint, self._losses)
+
+    def build(
+        self, updates: Mapping[int, UpdateProfile], clip_norm: float | None
+    ) -> fx.GraphModule:
+        """As `iteration_graph`."""
+        primals = list(filter(is_primal, self._joint.graph.nodes))
+        for node in primals:
+            self._placed[node] = self._graph.node_copy(node)
+        for position, value in enumerate(self._gradients):
+            if isinstance(value, fx.Node) and position not in updates:
+                shape = tuple(primals[position].meta["val"].shape)
+                raise CaptureError(
+                    f"a tensor of shape {shape} requires a gradient and is in no group of the"
+                    " optimizer: add it, or call its requires_grad_(False)"
+                )
+        trained = [
+            position
+            for position in updates
+            if position < len(self._gradients) and isinstance(self._gradients[position], fx.Node)
+        ]
+        self._emit_batches()
+        sums = {position: self._sum(self._gradients[position]) for position in trained}
+        seen: set[fx.Node] = set()
+        for position in trained:
+            like = primals[position].meta["val"]
+            sums[position] = self._as_accumulated(sums[position], like, seen)
+        norm = self._clip(sums, clip_norm) if clip_norm is not None and sums else None
+        for position in trained:
+            node = self._graph.call_function(update, (None, position, sums[position]))
+            made = updates[position]
+            node.meta = {"val": None, UPDATE: Update(made, self._placed[primals[position]])}
+        results = [self._placed.get(value, value) for value in self._results]
+        results += [] if norm is None else [norm]
+        self._graph.output(tuple(results)).meta["desc"] = self._descs
+        return interpreted_module(self._joint, self._graph)
+
+    def _emit_batches(self) -> None:
+        """Emit the forward and the backward of each micro-batch, one after the other."""
+        ours = forward_nodes(self._joint, self._results)
+        ranks = self._ranks(ours)
+        nodes = list(self._joint.graph.nodes)
+        for rank, (tangent, loss) in enumerate(self._losses.items()):
+            for node in nodes:
+                if ranks.get(node) == rank:
+                    self._emit(node)
+            ones = self._call(aten.ones_like.default, self._placed[loss])
+            self._placed[tangent] = ones
+            for node in nodes:
+                if self._batches[node] == {rank}:
+                    self._emit(node)
+
+    def _ranks(self, ours: set[fx.Node]) -> dict[fx.Node, int]:
+        """The micro-batch of each forward node: random ops and checks keep the traced order."""
+        first: dict[fx.Node, int] = {}
+        for rank, loss in enumerate(self._losses.values()):
+            for node in _ancestors(loss):
+                first.setdefault(node, rank)
+        ranks, present = {}, 0
+        for node in self._joint.graph.nodes:
+            if node in ours and node.op == "call_function":
+                present = max(present, first.get(node, present))
+                ranks[node] = present
+        return ranks
+
+    def _emit(self, node: fx.Node) -> fx.Node:
+        """Copy a node after those that it reads, unless it is there."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            missing = [arg for arg in top.all_input_nodes if arg not in self._placed]
+            if top not in self._placed and not missing:
+                self._placed[top] = self._graph.node_copy(top, self._placed.__getitem__)
+            if missing:
+                stack += missing
+            else:
+                stack.pop()
+        return self._placed[node]
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a call; its value is that of the op on fake tensors."""
+        node = self._graph.call_function(target, args, kwargs)
+        given, named = fx.node.map_arg((args, kwargs), lambda arg: arg.meta["val"])
+        fake = next(iter(node.all_input_nodes)).meta["val"]
+        with fake.fake_mode, torch.no_grad():
+            node.meta["val"] = target(*given, **named)
+        return node
+
+    def _sum(self, gradient: fx.Node) -> fx.Node:
+        """A gradient summed as `.grad` is: each micro-batch's first, then one after the other."""
+        terms: dict[int, list[fx.Node]] = {}
+        for term in self._terms(gradient):
+            terms.setdefault(min(self._batches[term], default=0), []).append(term)
+        total: fx.Node | None = None
+        for _, parts in sorted(terms.items()):
+            own = self._emit(parts[0])
+            for part in parts[1:]:
+                own = self._call(aten.add.Tensor, own, self._emit(part))
+            total = own if total is None else self._call(aten.add.Tensor, total, own)
+        assert total is not None
+        return total
+
+    def _terms(self, node: fx.Node) -> list[fx.Node]:
+        """Summands of one micro-batch each, in the order in which autograd added them."""
+        found, stack = [], [node]
+        while stack:
+            top = stack.pop()
+            if len(self._batches[top]) <= 1:
+                found.append(top)
+            elif top.target is aten.add.Tensor and not top.kwargs:
+                first, second = top.args
+                assert isinstance(first, fx.Node) and isinstance(second, fx.Node)
+                stack += [second, first]
+            else:
+                raise CaptureError(
+                    f"{top.target} combines gradients of several micro-batches: give"
+                    " train_iteration one batch a call"
+                )
+        return found
+
+    def _as_accumulated(self, gradient: fx.Node, like: Any, seen: set[fx.Node]) -> fx.Node:
+        """A gradient as autograd sets it: in the parameter's layout, with memory of its own."""
+        value = gradient.meta["val"]
+        shared = gradient in seen or gradient.op != "call_function"
+        seen.add(gradient)
+        if shared or value.stride() != like.stride():
+            possible = [form for form, dims in FORMATS if like.dim() in dims]
+            formats = (form for form in possible if like.is_contiguous(memory_format=form))
+            kept = next(formats, torch.preserve_format)
+            return self._call(aten.clone.default, gradient, memory_format=kept)
+        return gradient
+
+    def _clip(self, gradients: dict[int, fx.Node], limit: float) -> fx.Node:
+        """Scale the gradients as `clip_grad_norm_` does without `foreach`; returns their norm."""
+        norms = [self._call(aten.linalg_vector_norm.default, g, 2.0) for g in gradients.values()]
+        stacked = self._call(aten.stack.default, norms)
+        total = self._call(aten.linalg_vector_norm.default, stacked, 2.0)
+        above = self._call(aten.add.Tensor, total, NORM_EPSILON)
+        inverse = self._call(aten.reciprocal.default, above)
+        factor = self._call(aten.mul.Tensor, inverse, limit)
+        factor = self._call(aten.clamp.default, factor, None, 1.0)
+        for position, gradient in gradients.items():
+            gradients[position] = self._call(aten.mul.Tensor, gradient, factor)
+        return total
+
+
+def _losses(joint: fx.GraphModule, outputs: Sequence[Any]) -> dict[fx.Node, fx.Node]:
+    """The losses by their tangents, in the order of the micro-batches."""
+    descs = plain_outputs(joint)
+    found: dict[fx.Node, fx.Node] = {}
+    for tangent in filter(is_tangent, joint.graph.nodes):
+        output = tangent_output(tangent)
+        loss = outputs[descs.index(output)] if output in descs else None
+        if not isinstance(loss, fx.Node) or loss.meta["val"].numel() != 1:
+            raise CaptureError(f"the function of train_iteration must {SCALAR}")
+        found[tangent] = loss
+    return found
+
+
+def _batches_behind(
+    joint: fx.GraphModule, losses: Mapping[fx.Node, fx.Node]
+) -> dict[fx.Node, frozenset[int]]:
+    """The micro-batches whose tangents each node depends on."""
+    number = {tangent: i for i, tangent in enumerate(losses)}
+    found: dict[fx.Node, frozenset[int]] = {}
+    for node in joint.graph.nodes:
+        own = frozenset({number[node]} if node in number else ())
+        found[node] = own.union(*(found[arg] for arg in node.all_input_nodes))
+    return found
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    found, stack = set[fx.Node](), [node]
+    while stack:
+        top = stack.pop()
+        if top not in found:
+            found.add(top)
+            stack += top.all_input_nodes
+    return found
+
+
+def in_loop_order(captured: Captured) -> Captured:
+    """A captured iteration with its ops in program order, each update as early as it can be.
+
+    An update comes behind the last op that makes its gradient or reads its parameter. Forwards end
+    with the op that makes the last of the forward's outputs.
+    """
+    place = {node: i for i, node in enumerate(captured.module.graph.nodes)}
+    ops = captured.graph.ops
+    order = sorted(
+        (i for i, node in enumerate(captured.ops) if UPDATE not in node.meta),
+        key=lambda i: place[captured.ops[i]],
+    )
+    last_use = {t: at for at, i in enumerate(order) for t in (*ops[i].inputs, *ops[i].outputs)}
+    after: dict[int, list[int]] = {}
+    for i, node in enumerate(captured.ops):
+        if UPDATE in node.meta:
+            at = max(last_use.get(t, -1) for t in ops[i].inputs)
+            after.setdefault(at, []).append(i)
+    order = [
+        *after.get(-1, ()),
+        *(j for at, i in enumerate(order) for j in (i, *after.get(at, ()))),
+    ]
+    ends = [at for at, i in enumerate(order) if ops[i].phase == "forward"]
+    renumbered = [
+        ops[i].model_copy(update={"id": at, **_phase(captured.ops[i])})
+        for at, i in enumerate(order)
+    ]
+    return replace(
+        captured,
+        graph=captured.graph.model_copy(update={"ops": renumbered}),
+        ops=[captured.ops[i] for i in order],
+        profiles=[captured.profiles[i] for i in order],
+        forward_ops=max(ends, default=-1) + 1,
+    )
+
+
+def _phase(node: fx.Node) -> dict[str, str]:
+    return {"phase": "optimizer"} if UPDATE in node.meta else {}

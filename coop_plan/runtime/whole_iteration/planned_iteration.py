@@ -1,0 +1,167 @@
+"""Planned iteration: runs the plan of a whole iteration for the inputs of a call."""
+
+import signal
+import threading
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import torch
+
+from coop_plan.runtime.capture.graph_builder import UPDATE
+from coop_plan.runtime.capture.joint_graph import Captured
+from coop_plan.runtime.device import cuda
+from coop_plan.runtime.execute.arena_pool import ArenaPools, pool_of
+from coop_plan.runtime.execute.budget_check import BudgetCheck
+from coop_plan.runtime.execute.compiled_plan import CompiledPlan
+from coop_plan.runtime.execute.invocation import Invocation
+from coop_plan.runtime.execute.lower_to_fx import snapshot_positions
+from coop_plan.runtime.execute.measured import note_counters, note_times
+from coop_plan.runtime.iteration.recorder import TOLERANCE
+from coop_plan.runtime.options import Options
+from coop_plan.runtime.reports import StepReport
+from coop_plan.runtime.source_lines import SourceLines
+from coop_plan.runtime.whole_iteration.updates import ParameterUpdate
+from coop_plan.schemas import Plan
+
+
+class PlannedIteration:
+    """An iteration planned as one graph; each call runs all of it, from inputs to updates.
+
+    `updates` are those of its parameters, by position among the inputs.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        updates: Mapping[int, ParameterUpdate],
+        plan: Plan,
+        report: StepReport,
+        pools: ArenaPools,
+        lines: SourceLines,
+        options: Options,
+    ) -> None:
+        self.report = report
+        self._captured = captured
+        self._updates = updates
+        self._plan = plan
+        self._pools = pools
+        self._check = BudgetCheck(report, lines, options)
+        self._copied = snapshot_positions(captured)
+        self._clock: cuda.Clock | None = None
+        if captured.device.type == "cuda":
+            self._clock = cuda.Clock(captured.device.index)
+        self._compiled = CompiledPlan(captured, plan, self._clock)
+
+    def run(self, inputs: list[Any]) -> Sequence[Any]:
+        """The outputs of the iteration for its inputs; the list is emptied."""
+        if self._clock is not None and (times := self._clock.read()) is not None:
+            note_times(self.report, *times, self._clock.stall_us)
+        compiled, made_now = self._compiled, 0
+        if without := {at for at, update in self._updates.items() if not update.has_states}:
+            compiled, made_now = self._making_states(without)
+        pool = self._pools.of_thread()
+        invocation = Invocation(self.report.name, compiled, pool, [])
+        with pool.entering():
+            pool.allocate(invocation)
+            if invocation.transfers is not None:
+                invocation.transfers.begin(invocation.memory)
+        pool.add_owner(next((update.parameter for update in self._updates.values()), None))
+        with _interrupts_after() as defer:
+
+            def updating(update: ParameterUpdate) -> Callable[[torch.Tensor], None]:
+                def run(gradient: torch.Tensor) -> None:
+                    defer()
+                    update(gradient)
+
+                return run
+
+            invocation.updates = {at: updating(update) for at, update in self._updates.items()}
+            results = self._run(invocation, inputs)
+        self._finish(invocation, made_now)
+        return results
+
+    def _run(self, invocation: Invocation, inputs: list[Any]) -> Sequence[Any]:
+        """Both halves of the plan, in the invocation's arena."""
+        compiled, memory = invocation.compiled, invocation.memory
+        assert memory is not None
+        memory.tenant = None
+        untried = cuda.without_cudnn_benchmark() if self._clock else nullcontext()
+        try:
+            invocation.run.begin(memory, fresh=True, watch=compiled.measure_outside)
+            if self._clock is not None:
+                self._clock.begin()
+            try:
+                with untried, torch.no_grad():
+                    inputs += [inputs[i].clone() for i in self._copied]
+                    made = list(compiled.forward(invocation, inputs))
+                    results = made[: self._captured.num_fwd_outputs]
+                    del made[: self._captured.num_fwd_outputs]
+                    compiled.backward(invocation, made)
+            finally:
+                invocation.resume_generator()
+                if self._clock is not None:
+                    self._clock.mark(cuda.OTHER)
+                compiled.arena.leave()
+        except BaseException:
+            if invocation.transfers is not None:
+                invocation.transfers.abandon()
+            invocation.memory = None  # no result is needed
+            raise
+        return results
+
+    def _making_states(self, without: Container[int]) -> tuple[CompiledPlan, int]:
+        """The plan for a call in which some updates make their states, and the states' bytes."""
+        profiles, made = list(self._captured.profiles), 0
+        for i, node in enumerate(self._captured.ops):
+            if UPDATE in node.meta and node.args[1] in without:
+                profile = node.meta[UPDATE].profile
+                profiles[i], made = profile.first, made + profile.state_bytes
+        captured = replace(self._captured, profiles=profiles)
+        return CompiledPlan(captured, self._plan, self._clock), made
+
+    def _finish(self, invocation: Invocation, made_now: int) -> None:
+        """Measure a finished call, in which `made_now` bytes of the planned states were made."""
+        counters = invocation.run.counters()
+        memory, compiled = invocation.memory, invocation.compiled
+        invocation.finish()
+        if self._clock is not None:
+            self._clock.end()
+        self.report.steps_run += 1
+        invocation.run.end()
+        if memory is not None:
+            memory.release_above(counters.before_bytes + counters.process_bytes)
+            memory.tenant = compiled
+        compiled.measure_outside = False
+        before = self.report.resident_bytes - made_now
+        on_cuda = self._clock is not None
+        note_counters(self.report, counters, invocation, before, on_cuda=on_cuda)
+        if on_cuda:
+            self._check.allocations(counters)
+        elif self.report.measured_peak_bytes > self.report.budget_bytes + TOLERANCE:
+            self._check.step(counters, pool_of(invocation).recorder)
+            compiled.measure_outside = True
+
+
+@contextmanager
+def _interrupts_after() -> Iterator[Callable[[], None]]:
+    """Context that gives a function: from its call on, SIGINT is raised at the context's end.
+
+    So no parameter is updated without the others.
+    """
+    noted: list[tuple[int, FrameType | None]] = []
+    handlers: list[Any] = []
+
+    def defer() -> None:
+        if not handlers and threading.current_thread() is threading.main_thread():
+            handlers.append(signal.signal(signal.SIGINT, lambda *given: noted.append(given)))
+
+    try:
+        yield defer
+    finally:
+        if handlers:
+            signal.signal(signal.SIGINT, handlers[0])
+    if noted and callable(handlers[0]):
+        handlers[0](*noted[0])

@@ -1,0 +1,236 @@
+"""`train_iteration`: compiles a whole iteration, from the forward to the optimizer's updates."""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch.optim import Optimizer
+
+from coop_plan.planner.progress import log_duration
+from coop_plan.runtime.capture.joint_graph import capture_joint
+from coop_plan.runtime.capture.tracing_rules import as_eager
+from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
+from coop_plan.runtime.dynamic_shapes.specialize import call_state, keep_recompiling
+from coop_plan.runtime.errors import OptionsError, RuntimeRefusalError
+from coop_plan.runtime.execute.arena_pool import arena_pools_of
+from coop_plan.runtime.execute.first_plan import Planner
+from coop_plan.runtime.execute.lower_to_fx import stubs
+from coop_plan.runtime.integrations.inplace import coop
+from coop_plan.runtime.options import Options
+from coop_plan.runtime.reports import StepReport, add, reports
+from coop_plan.runtime.source_lines import SourceLines, source_lines_of
+from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed, copy_of
+from coop_plan.runtime.torch_internals.tracing import without_modes
+from coop_plan.runtime.variants.passes import VARIANT_PASSES
+from coop_plan.runtime.whole_iteration.graph import SCALAR, in_loop_order, iteration_graph
+from coop_plan.runtime.whole_iteration.planned_iteration import PlannedIteration
+from coop_plan.runtime.whole_iteration.updates import Updates
+
+
+def train_iteration(
+    loss_fn: Callable[[Any], torch.Tensor],
+    optimizer: Optimizer,
+    budget: int | str | None = None,
+    *,
+    clip_norm: float | None = None,
+    **options: object,
+) -> "TrainIteration":
+    """Compile an iteration: forwards and backwards of its micro-batches, and the optimizer's step.
+
+    A call with micro-batches does, within the budget and with equal numbers, what this loop does:
+
+        optimizer.zero_grad()
+        for batch in batches:
+            loss_fn(batch).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, clip_norm)  # if it is given
+        optimizer.step()
+
+    Parameters and the optimizer's states are part of the plan. Each parameter is updated as soon as
+    its gradient is complete, so that gradients are not kept. The parameters have no `.grad` after
+    the call.
+
+    Args:
+        loss_fn: returns the scalar loss of one micro-batch.
+        optimizer: its updates of different parameters must be independent.
+        budget: bytes, `"12GiB"`, `"60%"` of the peak of keep-everything, or `"min"`; parameters and
+            the optimizer's states included [default: environment variable `COOP_BUDGET`].
+        clip_norm: largest norm of all gradients together.
+        options: the backend's other options (`docs/training.md`).
+
+    Raises:
+        OptionsError: at once, if an option is invalid.
+    """
+    given = Options.parse(coop(budget, options)["options"])
+    if given.kernels == "fused":
+        raise OptionsError('train_iteration runs eager kernels: kernels="fused" is for train_step')
+    if clip_norm is not None and not clip_norm > 0:
+        raise OptionsError(f"clip_norm must be above 0, not {clip_norm}")
+    return TrainIteration(loss_fn, optimizer, given, clip_norm)
+
+
+class TrainIteration:
+    """A compiled iteration; call it with one argument a micro-batch.
+
+    `grad_norm` is the norm of the last call's gradients before they were clipped, None without
+    `clip_norm`.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[[Any], torch.Tensor],
+        optimizer: Optimizer,
+        options: Options,
+        clip_norm: float | None,
+    ) -> None:
+        self.grad_norm: torch.Tensor | None = None
+        self._updates = Updates(optimizer)
+        self._options = options
+        self._clip_norm = clip_norm
+        self._pools = arena_pools_of(options)
+        self._state = call_state(self)
+        self._iterations = 0
+
+        def losses(*batches: Any) -> list[torch.Tensor]:
+            return [loss_fn(batch) for batch in batches]
+
+        self._losses = torch.compile(losses, backend=self._compile, fullgraph=True, dynamic=False)
+
+    def __call__(self, *batches: Any) -> Any:
+        """The losses of the micro-batches, a list; of one micro-batch its loss.
+
+        Raises:
+            planner.InfeasibleBudgetError: the budget cannot be met.
+            RuntimeRefusalError: the iteration cannot be planned.
+        """
+        if not batches:
+            raise RuntimeRefusalError("train_iteration needs a micro-batch: iteration(batch)")
+        _refuse_ranks()
+        self._updates.begin()
+        before = self._iterations
+        with torch.enable_grad():
+            losses = [_scalar(loss).detach() for loss in self._losses(*batches)]
+        if self._iterations == before:
+            raise RuntimeRefusalError(
+                "train_iteration has nothing to train: the loss does not depend on a tensor that"
+                " requires a gradient"
+            )
+        self._updates.finish()
+        return losses[0] if len(losses) == 1 else losses
+
+    def _compile(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        lines = source_lines_of(gm)
+        keep_recompiling(lines.begin, self._state)
+        traced = _Traced(self, lines)
+        backend = aot_autograd(
+            fw_compiler=lambda *_: boxed(partial(traced.run)),
+            bw_compiler=lambda *_: boxed(partial(_no_backward)),
+            inference_compiler=lambda module, _: boxed(lambda args: module(*args)),
+            partition_fn=traced.partition,
+        )
+        with as_eager():
+            compiled: Callable[..., Any] = backend(gm, examples)
+        return compiled
+
+    def planned(self, traced: "_Traced", inputs: Sequence[Any]) -> PlannedIteration:
+        """Profile and plan a traced iteration for the parameters among its inputs."""
+        began = time.perf_counter()
+        by_parameter = self._updates.by_parameter()
+        positions = {id(value): i for i, value in enumerate(inputs)}
+        ordered = [positions[key] for key in by_parameter if key in positions]
+        updates = {at: by_parameter[id(inputs[at])] for at in ordered}
+        profiles = {at: self._updates.profile(update) for at, update in updates.items()}
+        module = iteration_graph(traced.joint, traced.outputs, profiles, self._clip_norm)
+        results = traced.outputs + (self._clip_norm is not None)
+        variants = VARIANT_PASSES if self._options.variants else None
+        captured = in_loop_order(
+            capture_joint(module, results, traced.static, "iteration", variants=variants)
+        )
+        if captured.device.type == "cuda":
+            self._options.check_on_cuda()
+        lines = traced.lines
+        planning = time.perf_counter()
+        found = Planner(
+            self._options, ShapeHistory(), f"{lines.begin}: this iteration", hooked=False
+        )
+        first = found.plan(captured)
+        report = StepReport.of(
+            *(f"iteration {len(reports())}", first.under.graph, first.plan),
+            first.under.resident_in_step,
+            profile_seconds=captured.profile_seconds,
+            profiled_ops=captured.profiled_ops,
+            plan_cached=first.cached,
+            plan_seconds=time.perf_counter() - planning,
+            compile_seconds=time.perf_counter() - began,
+        )
+        log_duration(f"{report.name}: compiled in", report.compile_seconds)
+        add(report)
+        return PlannedIteration(
+            *(first.under, updates, first.plan, report, self._pools, lines, self._options)
+        )
+
+    def note(self, norm: torch.Tensor | None) -> None:
+        """Note a finished iteration and its gradients' norm."""
+        self._iterations += 1
+        self.grad_norm = norm
+
+
+class _Traced:
+    """A joint graph of losses, planned and run as an iteration at its first call."""
+
+    def __init__(self, owner: TrainIteration, lines: SourceLines) -> None:
+        self.lines = lines
+        self.joint: fx.GraphModule
+        self.outputs = 0
+        self.static: Sequence[int] = ()
+        self._owner = owner
+        self._planned: PlannedIteration | None = None
+
+    def partition(
+        self,
+        joint: fx.GraphModule,
+        _: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: list[int] | None = None,
+        **__: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Keep the joint graph, for AOTAutograd's `partition_fn`."""
+        self.joint, self.outputs = copy_of(joint), num_fwd_outputs
+        self.static = static_lifetime_input_indices or ()
+        end = next(iter(reversed(joint.graph.nodes)))
+        return stubs(joint, end.args[0], num_fwd_outputs)
+
+    def run(self, args: list[Any]) -> Any:
+        """Run the iteration; AOTAutograd saves the last output for a backward that never comes."""
+        inputs = list(args)
+        args.clear()
+        with without_modes():  # AOTAutograd watches the first call by one
+            if self._planned is None:
+                self._planned = self._owner.planned(self, inputs)
+            results = self._planned.run(inputs)
+        self._owner.note(results[self.outputs] if len(results) > self.outputs else None)
+        return (*results[: self.outputs], torch.zeros(()))
+
+
+def _scalar(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise RuntimeRefusalError(f"the function of train_iteration must {SCALAR}")
+    return loss
+
+
+def _no_backward(_: list[Any]) -> Any:
+    raise RuntimeRefusalError("train_iteration ran the backward of this loss already")
+
+
+def _refuse_ranks() -> None:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        ranks = distributed.get_world_size()
+        if ranks > 1:
+            raise RuntimeRefusalError(
+                f"train_iteration runs on one rank, and this process is one of {ranks}: its"
+                " gradients would not be summed over them; use train_step with DDP or FSDP"
+            )
