@@ -34,21 +34,15 @@ BUDGETS = ("100%", "60%", "40%", "min")
 
 def mixture() -> models.Built:
     """Qwen2-MoE of two layers with eight experts, as grouped products."""
-    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    return models.causal(
-        "Qwen2Moe", shared_expert_intermediate_size=64, experts_implementation="grouped_mm", **moe
-    )
-
-
-def resnet() -> models.Built:
-    """The ResNet of `benchmarks.fused`."""
-    return fused.resnet()
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    own = {"shared_expert_intermediate_size": 64, "experts_implementation": "grouped_mm"}
+    return models.llama_like("Qwen2Moe", **sizes, **own)
 
 
 MODELS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: runtime_peers.gpt2(2),
     "llama": lambda: runtime_peers.llama(2),
-    "resnet": resnet,
+    "resnet": fused.resnet,
     "moe": mixture,
 }
 
@@ -57,6 +51,7 @@ def serve(name: str, budget: str, micro_batches: int, clip: bool) -> dict[str, A
     """Train in this process; an empty budget means the loop in eager."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    process_bytes()  # counts from here on
     model, loss_of, batch = MODELS[name]()
     step = loss_of(model)
     parameters = list(model.parameters())
@@ -67,7 +62,6 @@ def serve(name: str, budget: str, micro_batches: int, clip: bool) -> dict[str, A
         given = int(budget) if budget.isdigit() else budget
         iteration = coop_plan.train_iteration(step, optimizer, given, clip_norm=clip_norm)
     seconds, digest = [], hashlib.sha256()
-    process_bytes()
     for number in range(ITERATIONS):
         torch.manual_seed(number)
         if number == 1:

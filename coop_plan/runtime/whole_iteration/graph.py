@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.runtime.capture.graph_builder import UPDATE, Update
+from coop_plan.runtime.capture.graph_builder import GETITEM, UPDATE, Update
 from coop_plan.runtime.capture.joint_graph import Captured, forward_nodes
+from coop_plan.runtime.capture.op_variants import VariantPasses
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.gradients.capture_adjust import update
-from coop_plan.runtime.op_profile import UpdateProfile
+from coop_plan.runtime.op_profile import OpProfile, UpdateProfile
 from coop_plan.runtime.torch_internals.joint_graphs import (
     interpreted_module,
     is_primal,
@@ -24,6 +25,8 @@ from coop_plan.runtime.torch_internals.joint_graphs import (
     plain_outputs,
     tangent_output,
 )
+from coop_plan.runtime.torch_internals.ops import OpOverload
+from coop_plan.runtime.variants.inplace_outputs import overwritable_arguments
 
 aten = torch.ops.aten
 
@@ -35,6 +38,14 @@ FORMATS = (
     (torch.channels_last_3d, (5,)),
 )
 """Memory formats of parameters, and their numbers of dimensions."""
+
+RUNNING: dict[tuple[Any, Any], int] = {
+    (aten._native_batch_norm_legit_functional.default, 3): 3,
+    (aten._native_batch_norm_legit_functional.default, 4): 4,
+    (aten._batch_norm_with_update_functional.default, 4): 3,
+    (aten._batch_norm_with_update_functional.default, 5): 4,
+}
+"""New running statistics as (op, result), and the argument that has those before."""
 
 NORM_EPSILON = 1e-6
 """Summand of the norm in `torch.nn.utils.clip_grad_norm_`."""
@@ -73,6 +84,7 @@ class _Builder:
         self._descs = list(end.meta.get("desc", []))[:num_fwd_outputs]
         self._losses = _losses(joint, outputs)
         self._batches = _batches_behind(joint, self._losses)
+        self._ranked: dict[fx.Node, int] = {}
 
     def build(
         self, updates: Mapping[int, UpdateProfile], clip_norm: float | None
@@ -93,12 +105,11 @@ class _Builder:
             for position in updates
             if position < len(self._gradients) and isinstance(self._gradients[position], fx.Node)
         ]
-        self._emit_batches()
-        sums = {position: self._sum(self._gradients[position]) for position in trained}
-        seen: set[fx.Node] = set()
-        for position in trained:
-            like = primals[position].meta["val"]
-            sums[position] = self._as_accumulated(sums[position], like, seen)
+        summed, seen = self._emit_batches(trained), set[fx.Node]()
+        sums = {
+            position: self._as_accumulated(summed[position], primals[position].meta["val"], seen)
+            for position in trained
+        }
         norm = self._clip(sums, clip_norm) if clip_norm is not None and sums else None
         for position in trained:
             node = self._graph.call_function(update, (None, position, sums[position]))
@@ -109,47 +120,91 @@ class _Builder:
         self._graph.output(tuple(results)).meta["desc"] = self._descs
         return interpreted_module(self._joint, self._graph)
 
-    def _emit_batches(self) -> None:
-        """Emit the forward and the backward of each micro-batch, one after the other."""
-        ours = forward_nodes(self._joint, self._results)
-        ranks = self._ranks(ours)
+    def _emit_batches(self, trained: Sequence[int]) -> dict[int, fx.Node]:
+        """Emit forward and backward of each micro-batch; returns the sums of the gradients.
+
+        As in `.grad`, the gradients of a micro-batch are added to the sum of those before it, as
+        soon as they are complete.
+        """
+        self._ranked = ranks = self._ranks(forward_nodes(self._joint, self._results))
         nodes = list(self._joint.graph.nodes)
+        terms = {position: self._terms(self._gradients[position]) for position in trained}
+        sums: dict[int, fx.Node] = {}
         for rank, (tangent, loss) in enumerate(self._losses.items()):
             for node in nodes:
                 if ranks.get(node) == rank:
                     self._emit(node)
-            ones = self._call(aten.ones_like.default, self._placed[loss])
-            self._placed[tangent] = ones
+            self._placed[tangent] = self._call(aten.ones_like.default, self._placed[loss])
+            last = {position: of[rank][-1] for position, of in terms.items() if rank in of}
+            ends: dict[fx.Node, list[int]] = {}
+            for position, node in last.items():
+                ends.setdefault(node, []).append(position)
             for node in nodes:
-                if self._batches[node] == {rank}:
-                    self._emit(node)
+                if self._batches[node] == {rank} or node in ends:
+                    self._emit(node, rank)
+                    for position in ends.get(node, ()):
+                        self._accumulate(sums, position, terms[position][rank])
+        return sums
+
+    def _accumulate(
+        self, sums: dict[int, fx.Node], position: int, terms: Sequence[fx.Node]
+    ) -> None:
+        """Add the terms of a micro-batch's gradient to the sum of those before it."""
+        own = self._emit(terms[0])
+        for term in terms[1:]:
+            own = self._call(aten.add.Tensor, own, self._emit(term))
+        before = sums.get(position)
+        sums[position] = own if before is None else self._call(aten.add.Tensor, before, own)
 
     def _ranks(self, ours: set[fx.Node]) -> dict[fx.Node, int]:
-        """The micro-batch of each forward node: random ops and checks keep the traced order."""
-        first: dict[fx.Node, int] = {}
-        for rank, loss in enumerate(self._losses.values()):
+        """The micro-batch of each forward node; that of an effect is the one it was traced in."""
+        losses = [*self._losses.values()]
+        ranks: dict[fx.Node, int] = {}
+        for rank, loss in enumerate(losses):
             for node in _ancestors(loss):
-                first.setdefault(node, rank)
-        ranks, present = {}, 0
+                ranks.setdefault(node, rank)
+        present = 0
         for node in self._joint.graph.nodes:
-            if node in ours and node.op == "call_function":
-                present = max(present, first.get(node, present))
-                ranks[node] = present
-        return ranks
+            if node in ours and node.op == "call_function" and node not in ranks:
+                read = [ranks[arg] for arg in node.all_input_nodes if arg.op == "call_function"]
+                ranks[node] = max(read, default=present)
+            if node in losses:
+                present = min(losses.index(node) + 1, len(losses) - 1)
+        return {node: rank for node, rank in ranks.items() if node.op == "call_function"}
 
-    def _emit(self, node: fx.Node) -> fx.Node:
-        """Copy a node after those that it reads, unless it is there."""
+    def _emit(self, node: fx.Node, rank: int | None = None) -> fx.Node:
+        """Copy a node after those that it reads, unless it is there; `rank` is its micro-batch."""
         stack = [node]
         while stack:
             top = stack[-1]
-            missing = [arg for arg in top.all_input_nodes if arg not in self._placed]
+            read = {arg: self._then(arg, rank) for arg in top.all_input_nodes}
+            missing = [arg for arg in read.values() if arg not in self._placed]
             if top not in self._placed and not missing:
-                self._placed[top] = self._graph.node_copy(top, self._placed.__getitem__)
+                placed = {arg: self._placed[then] for arg, then in read.items()}
+                self._placed[top] = self._graph.node_copy(top, placed.__getitem__)
             if missing:
                 stack += missing
             else:
                 stack.pop()
         return self._placed[node]
+
+    def _then(self, value: fx.Node, rank: int | None) -> fx.Node:
+        """What the backward of a micro-batch reads: running statistics as they are then.
+
+        The joint graph has those of the last micro-batch, since autograd saves the buffers.
+        """
+        then = value
+        while rank is not None and self._ranked.get(then, 0) > rank:
+            maker, position = then.args if then.target is GETITEM else (None, None)
+            if not isinstance(maker, fx.Node) or (maker.target, position) not in RUNNING:
+                raise CaptureError(
+                    f"the backward of a micro-batch reads {then}, which a later one makes: give"
+                    " train_iteration one batch a call"
+                )
+            before = maker.args[RUNNING[maker.target, position]]
+            assert isinstance(before, fx.Node)
+            then = before
+        return then
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a call; its value is that of the op on fake tensors."""
@@ -160,27 +215,14 @@ class _Builder:
             node.meta["val"] = target(*given, **named)
         return node
 
-    def _sum(self, gradient: fx.Node) -> fx.Node:
-        """A gradient summed as `.grad` is: each micro-batch's first, then one after the other."""
-        terms: dict[int, list[fx.Node]] = {}
-        for term in self._terms(gradient):
-            terms.setdefault(min(self._batches[term], default=0), []).append(term)
-        total: fx.Node | None = None
-        for _, parts in sorted(terms.items()):
-            own = self._emit(parts[0])
-            for part in parts[1:]:
-                own = self._call(aten.add.Tensor, own, self._emit(part))
-            total = own if total is None else self._call(aten.add.Tensor, total, own)
-        assert total is not None
-        return total
-
-    def _terms(self, node: fx.Node) -> list[fx.Node]:
-        """Summands of one micro-batch each, in the order in which autograd added them."""
-        found, stack = [], [node]
+    def _terms(self, gradient: fx.Node) -> dict[int, list[fx.Node]]:
+        """Summands of a gradient by micro-batch, each in the order in which autograd adds them."""
+        found: dict[int, list[fx.Node]] = {}
+        stack = [gradient]
         while stack:
             top = stack.pop()
             if len(self._batches[top]) <= 1:
-                found.append(top)
+                found.setdefault(min(self._batches[top], default=0), []).append(top)
             elif top.target is aten.add.Tensor and not top.kwargs:
                 first, second = top.args
                 assert isinstance(first, fx.Node) and isinstance(second, fx.Node)
@@ -193,16 +235,19 @@ class _Builder:
         return found
 
     def _as_accumulated(self, gradient: fx.Node, like: Any, seen: set[fx.Node]) -> fx.Node:
-        """A gradient as autograd sets it: in the parameter's layout, with memory of its own."""
-        value = gradient.meta["val"]
+        """A gradient as autograd sets it: in the parameter's layout, with memory of its own.
+
+        An op may make another layout than its fake result has: whether `contiguous` is a copy is
+        known when it is profiled.
+        """
+        possible = [form for form, dims in FORMATS if like.dim() in dims]
+        formats = (form for form in possible if like.is_contiguous(memory_format=form))
+        kept = next(formats, torch.preserve_format)
         shared = gradient in seen or gradient.op != "call_function"
         seen.add(gradient)
-        if shared or value.stride() != like.stride():
-            possible = [form for form, dims in FORMATS if like.dim() in dims]
-            formats = (form for form in possible if like.is_contiguous(memory_format=form))
-            kept = next(formats, torch.preserve_format)
+        if shared or kept is torch.preserve_format:
             return self._call(aten.clone.default, gradient, memory_format=kept)
-        return gradient
+        return self._call(aten.contiguous.default, gradient, memory_format=kept)
 
     def _clip(self, gradients: dict[int, fx.Node], limit: float) -> fx.Node:
         """Scale the gradients as `clip_grad_norm_` does without `foreach`; returns their norm."""
@@ -291,3 +336,16 @@ def in_loop_order(captured: Captured) -> Captured:
 
 def _phase(node: fx.Node) -> dict[str, str]:
     return {"phase": "optimizer"} if UPDATE in node.meta else {}
+
+
+def overwritten_by_sums(
+    target: OpOverload, args: Any, kwargs: Any, profile: OpProfile
+) -> list[int]:
+    """Arguments that a sum or a product may overwrite, as `.grad` is added to and clipped."""
+    if target not in (aten.add.Tensor, aten.mul.Tensor):
+        return []
+    return overwritable_arguments(target, args, kwargs, profile)
+
+
+IN_PLACE_SUMS = VariantPasses(rewrites=(), overwritable_arguments=overwritten_by_sums, additions=())
+"""Passes without the option `variants`."""

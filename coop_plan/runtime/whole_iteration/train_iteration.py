@@ -25,7 +25,12 @@ from coop_plan.runtime.source_lines import SourceLines, source_lines_of
 from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed, copy_of
 from coop_plan.runtime.torch_internals.tracing import without_modes
 from coop_plan.runtime.variants.passes import VARIANT_PASSES
-from coop_plan.runtime.whole_iteration.graph import SCALAR, in_loop_order, iteration_graph
+from coop_plan.runtime.whole_iteration.graph import (
+    IN_PLACE_SUMS,
+    SCALAR,
+    in_loop_order,
+    iteration_graph,
+)
 from coop_plan.runtime.whole_iteration.planned_iteration import PlannedIteration
 from coop_plan.runtime.whole_iteration.updates import Updates
 
@@ -144,7 +149,7 @@ class TrainIteration:
         profiles = {at: self._updates.profile(update) for at, update in updates.items()}
         module = iteration_graph(traced.joint, traced.outputs, profiles, self._clip_norm)
         results = traced.outputs + (self._clip_norm is not None)
-        variants = VARIANT_PASSES if self._options.variants else None
+        variants = VARIANT_PASSES if self._options.variants else IN_PLACE_SUMS
         captured = in_loop_order(
             capture_joint(module, results, traced.static, "iteration", variants=variants)
         )
