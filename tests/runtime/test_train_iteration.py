@@ -297,7 +297,16 @@ def test_a_failed_iteration_changes_nothing():
     assert not equal(before, state_of(model, optimizer))
 
 
+@pytest.fixture
+def interruptible():
+    """Python's handler of SIGINT: a shell's background process ignores the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("at", [0, 4])
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_waits_for_the_last_update(monkeypatch, at):
     model, other = Net(), Net()
     optimizer, theirs = (OPTIMIZERS["adamw"](m.parameters()) for m in (model, other))
