@@ -6,7 +6,8 @@ An iteration has the forwards and backwards of its micro-batches, clipping, and 
 row runs in a process of its own, and trains for some iterations. Bytes are those of PyTorch's
 allocator, from its own counter, with parameters, states and batches; the peak is that of the
 iterations after the first. `equal` says that losses, norms, parameters and states are eager's to
-the bit. Exits 1 if a row is not equal, exceeds its budget or allocates outside its plan.
+the bit. The losses that the script keeps are beside the budget. Exits 1 if a row is not equal,
+exceeds its budget or allocates outside its plan.
 """
 
 import argparse
