@@ -35,11 +35,11 @@ from coop_plan.runtime.dynamic_shapes.specialize import (
 from coop_plan.runtime.dynamic_shapes.symbolic_trace import signature
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.execute.arena_pool import ArenaPools, arena_pools_of, release_idle
+from coop_plan.runtime.execute.budget_check import warn_of_profiling
 from coop_plan.runtime.execute.first_plan import Planner
 from coop_plan.runtime.execute.lower_to_fx import stubs
 from coop_plan.runtime.execute.planned_step import PlannedStep
 from coop_plan.runtime.fused.regions import fuse_regions
-from coop_plan.runtime.iteration.recorder import TOLERANCE
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
 from coop_plan.runtime.source_lines import SourceLines, source_lines_of
@@ -55,7 +55,6 @@ from coop_plan.runtime.torch_internals.dynamo_graphs import assigns_data, uses_f
 from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed, copy_of
 from coop_plan.runtime.torch_internals.kept_traces import slot_compiler
 from coop_plan.runtime.variants.passes import PASSES_FOR_ANY_SIZES, VARIANT_PASSES
-from coop_plan.schemas import format_bytes
 
 log = logging.getLogger("coop-plan")
 
@@ -331,14 +330,7 @@ def plan_captured(
         plan_cached=found.cached,
         plan_seconds=time.perf_counter() - began,
     )
-    if report.resident_bytes + captured.profiling_bytes > report.budget_bytes + TOLERANCE:
-        log.warning(
-            "%s: while '%s' was compiled, measuring %s took %s beside %s of parameters and inputs:"
-            " more than its budget of %s, but only then",
-            *(lines.begin, report.name, captured.profiling_op),
-            *(format_bytes(captured.profiling_bytes), format_bytes(report.resident_bytes)),
-            format_bytes(report.budget_bytes),
-        )
+    warn_of_profiling(report, lines, captured.profiling_bytes, captured.profiling_op)
     step = PlannedStep(captured, now, made, report, pools, lines, call, options, history)
     add(report)
     return step

@@ -64,12 +64,14 @@ class OpProfile:
 class UpdateProfile:
     """Memory and time of an optimizer's update of one parameter.
 
-    The `first` update allocates `state_bytes` of states for good, `later` ones none.
+    The `first` update allocates `state_bytes` of states for good, `later` ones none. If it
+    `changes_gradient`, the gradient is overwritten.
     """
 
     first: OpProfile
     later: OpProfile
     state_bytes: int
+    changes_gradient: bool
 
     @property
     def workspace_bytes(self) -> int:

@@ -239,6 +239,26 @@ class Keeping(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad)
 
 
+class Decaying(torch.optim.Optimizer):
+    """Adds the weight decay to the gradient itself."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad.add_(parameter, alpha=0.1), alpha=0.1)
+
+
+def test_an_optimizer_may_change_the_gradient(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "decaying", Decaying)
+    report = compared("decaying", "70%", 2, 0.05)
+    updated = [op for op in report.graph.ops if op.phase == "optimizer"]
+    assert all(op.inputs[0] in op.mutates for op in updated)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [

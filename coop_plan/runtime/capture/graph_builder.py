@@ -204,13 +204,16 @@ class GraphBuilder:
         if profile.state_bytes:
             states = self.add(f"states of {update.parameter.name}", profile.state_bytes, "buffer")
             changed.append(states)
+        inputs = [gradient, *changed]
+        if profile.changes_gradient:
+            changed.append(gradient)
         self.storages[node] = (None,)
         self.ops.append(node)
         self.profiles.append(profile.later)
         self.op_fields.append(
             {
                 "name": "coop_plan.update",
-                "inputs": [gradient, *changed],
+                "inputs": inputs,
                 "outputs": [],
                 "mutates": changed,
                 "cost_us": profile.later.cost_us,

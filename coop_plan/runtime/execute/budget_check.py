@@ -97,3 +97,17 @@ class BudgetCheck:
         if not self._warned:
             self._warned = True
             log.warning("%s", text)
+
+
+def warn_of_profiling(
+    report: StepReport, lines: SourceLines, profiling_bytes: int, profiling_op: str
+) -> None:
+    """Log if the measurement of an op took more than the budget, beside what was there."""
+    if report.resident_bytes + profiling_bytes > report.budget_bytes + TOLERANCE:
+        log.warning(
+            "%s: while '%s' was compiled, measuring %s took %s beside %s of parameters and inputs:"
+            " more than its budget of %s, but only then",
+            *(lines.begin, report.name, profiling_op),
+            *(format_bytes(profiling_bytes), format_bytes(report.resident_bytes)),
+            format_bytes(report.budget_bytes),
+        )

@@ -16,6 +16,7 @@ from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.dynamic_shapes.specialize import call_state, keep_recompiling
 from coop_plan.runtime.errors import OptionsError, RuntimeRefusalError
 from coop_plan.runtime.execute.arena_pool import arena_pools_of
+from coop_plan.runtime.execute.budget_check import warn_of_profiling
 from coop_plan.runtime.execute.first_plan import Planner
 from coop_plan.runtime.execute.lower_to_fx import stubs
 from coop_plan.runtime.integrations.inplace import coop
@@ -171,6 +172,10 @@ class TrainIteration:
             compile_seconds=time.perf_counter() - began,
         )
         log_duration(f"{report.name}: compiled in", report.compile_seconds)
+        largest = captured.profiling_bytes, captured.profiling_op
+        warn_of_profiling(
+            report, lines, *max(largest, (self._updates.profiling_bytes, "an update"))
+        )
         add(report)
         return PlannedIteration(
             *(first.under, updates, first.plan, report, self._pools, lines, self._options)

@@ -27,6 +27,9 @@ TRIAL_SHAPE = (4, 4)
 
 TRIAL_STEPS = 3
 
+GRADIENT = 0.25
+"""Elements of the gradient by which an update is measured."""
+
 
 class ParameterUpdate:
     """The update of `parameter`, which is in group `group` of the optimizer."""
@@ -51,6 +54,8 @@ class Updates:
     """The updates of an optimizer's parameters, one each."""
 
     def __init__(self, optimizer: Optimizer) -> None:
+        self.profiling_bytes = 0
+        """Most bytes that a measurement took."""
         self._optimizer = optimizer
         self._tried: set[tuple[object, ...]] = set()
         self._profiles: dict[object, UpdateProfile] = {}
@@ -112,14 +117,14 @@ class Updates:
         cuda = like.device.type == "cuda"
         alignment = CUDA_ALIGNMENT if cuda else SCRATCH_ALIGNMENT
         parameter = torch.nn.Parameter(torch.full_like(like, 0.5, requires_grad=False))
-        gradient = torch.full_like(like, 0.25, requires_grad=False)
+        gradient = torch.full_like(like, GRADIENT, requires_grad=False)
         state: Any = defaultdict(dict)
         place, ext = parameter.data_ptr(), extension()
 
         def run() -> None:
             _update(self._optimizer, group, [parameter], [gradient], state)
 
-        found = []
+        found, changes_gradient = [], False
         for _ in range(TRIAL_STEPS):
             ext.record_begin(cuda)
             try:
@@ -127,6 +132,7 @@ class Updates:
             finally:
                 events = ext.record_end()
             found.append(summarize_events(events, [], [], self.name, alignment)[1:])
+            changes_gradient |= not bool((gradient == GRADIENT).all())
         kept = [v for v in tree_flatten([*state.values()])[0] if isinstance(v, torch.Tensor)]
         if parameter.data_ptr() != place or storage_key(gradient) in map(storage_key, kept):
             raise RuntimeRefusalError(
@@ -136,10 +142,14 @@ class Updates:
         (made, first_workspace), (allocations, workspace) = found[0], found[-1]
         slots = slots_alone(allocations, workspace, alignment)
         cost = time_op(run, slots, like.device.index if cuda else None)
+        states = sum(allocation.bytes for allocation in made if allocation.output == -2)
+        taken = 2 * like.untyped_storage().nbytes() + states + max(first_workspace, workspace)
+        self.profiling_bytes = max(self.profiling_bytes, taken)
         return UpdateProfile(
             OpProfile(cost, (), made, first_workspace, 0),
             OpProfile(cost, (), allocations, workspace, 0),
-            sum(allocation.bytes for allocation in made if allocation.output == -2),
+            states,
+            changes_gradient,
         )
 
     def _try(self, group: dict[str, Any]) -> None:
