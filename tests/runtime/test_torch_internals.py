@@ -101,7 +101,7 @@ LEVELS = (
     {"variants", "fused"},
     {"offline_capture"},
     {"execute", "gradients", "dynamic_shapes", "iteration"},
-    {"backend"},
+    {"backend", "whole_iteration"},
     {"integrations", "train_step"},
 )
 """Folders and files of the runtime from the ground up."""
@@ -623,6 +623,18 @@ def test_facts_of_ops():
         assert inspect.isbuiltin(ops.c_function(aten.add.Tensor))
         assert ops.c_function(aten.add.Tensor)(torch.ones(1), other=torch.ones(1)) == 2
         assert ops.c_function(len) is len
+
+
+def test_new_running_statistics_are_where_they_were():
+    with assumed("results and arguments of functional batch norms"):
+        for (op, result), argument in ops.RUNNING_STATISTICS.items():
+            name = ops.argument_names(op)[argument]
+            assert name.startswith("running_")
+            assert op._schema.returns[result].name in ("", f"{name}_out")
+        x, mean, var = torch.randn(8, 3), torch.zeros(3), torch.ones(3)
+        op = torch.ops.aten._native_batch_norm_legit_functional.default
+        made = op(x, None, None, mean, var, True, 0.1, 1e-5)
+        torch.testing.assert_close(made[3], 0.1 * x.mean(0))
 
 
 def test_facts_of_tensors():

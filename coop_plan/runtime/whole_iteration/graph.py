@@ -25,7 +25,7 @@ from coop_plan.runtime.torch_internals.joint_graphs import (
     plain_outputs,
     tangent_output,
 )
-from coop_plan.runtime.torch_internals.ops import OpOverload
+from coop_plan.runtime.torch_internals.ops import RUNNING_STATISTICS, OpOverload
 from coop_plan.runtime.variants.inplace_outputs import overwritable_arguments
 
 aten = torch.ops.aten
@@ -38,14 +38,6 @@ FORMATS = (
     (torch.channels_last_3d, (5,)),
 )
 """Memory formats of parameters, and their numbers of dimensions."""
-
-RUNNING: dict[tuple[Any, Any], int] = {
-    (aten._native_batch_norm_legit_functional.default, 3): 3,
-    (aten._native_batch_norm_legit_functional.default, 4): 4,
-    (aten._batch_norm_with_update_functional.default, 4): 3,
-    (aten._batch_norm_with_update_functional.default, 5): 4,
-}
-"""New running statistics as (op, result), and the argument that has those before."""
 
 NORM_EPSILON = 1e-6
 """Summand of the norm in `torch.nn.utils.clip_grad_norm_`."""
@@ -196,12 +188,12 @@ class _Builder:
         then = value
         while rank is not None and self._ranked.get(then, 0) > rank:
             maker, position = then.args if then.target is GETITEM else (None, None)
-            if not isinstance(maker, fx.Node) or (maker.target, position) not in RUNNING:
+            if not isinstance(maker, fx.Node) or (maker.target, position) not in RUNNING_STATISTICS:
                 raise CaptureError(
                     f"the backward of a micro-batch reads {then}, which a later one makes: give"
                     " train_iteration one batch a call"
                 )
-            before = maker.args[RUNNING[maker.target, position]]
+            before = maker.args[RUNNING_STATISTICS[maker.target, position]]
             assert isinstance(before, fx.Node)
             then = before
         return then

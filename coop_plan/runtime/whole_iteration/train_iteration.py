@@ -19,7 +19,6 @@ from coop_plan.runtime.execute.arena_pool import arena_pools_of
 from coop_plan.runtime.execute.budget_check import warn_of_profiling
 from coop_plan.runtime.execute.first_plan import Planner
 from coop_plan.runtime.execute.lower_to_fx import stubs
-from coop_plan.runtime.integrations.inplace import coop
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
 from coop_plan.runtime.source_lines import SourceLines, source_lines_of
@@ -69,7 +68,7 @@ def train_iteration(
     Raises:
         OptionsError: at once, if an option is invalid.
     """
-    given = Options.parse(coop(budget, options)["options"])
+    given = Options.parse(options if budget is None else {"budget": budget, **options})
     if given.kernels == "fused":
         raise OptionsError('train_iteration runs eager kernels: kernels="fused" is for train_step')
     if clip_norm is not None and not clip_norm > 0:

@@ -36,7 +36,7 @@ class ParameterUpdate:
 
     def __init__(self, optimizer: Optimizer, group: int, parameter: torch.Tensor) -> None:
         self._optimizer = optimizer
-        self._group = group
+        self.group = group
         self.parameter = parameter
 
     @property
@@ -46,7 +46,7 @@ class ParameterUpdate:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         """Update the parameter by its gradient, which is not kept."""
-        group = self._optimizer.param_groups[self._group]
+        group = self._optimizer.param_groups[self.group]
         _update(self._optimizer, group, [self.parameter], [gradient], self._optimizer.state)
 
 
@@ -104,7 +104,7 @@ class Updates:
 
     def profile(self, update: ParameterUpdate) -> UpdateProfile:
         """Memory and time of an update, measured on a parameter of equal layout and new states."""
-        parameter, group = update.parameter, self._optimizer.param_groups[update._group]
+        parameter, group = update.parameter, self._optimizer.param_groups[update.group]
         options = {name: value for name, value in group.items() if name != "params"}
         layout = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
         key = (*layout, repr(options), torch.get_num_threads())
