@@ -34,7 +34,7 @@ from benchmarks.demo import build_model, loss_of
 from benchmarks.report import Column, Report, parser, scaled
 from coop_plan.runtime import clear_reports, reports
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
-from coop_plan.runtime.execute.arena_pool import release_idle
+from coop_plan.runtime.execute.arena_pool import release
 from coop_plan.runtime.reports import StepReport
 from coop_plan.schemas import Compute
 
@@ -126,7 +126,7 @@ class Trainer:
         """One step with this mode's own stream of random numbers; `counted` takes its peak."""
         torch.set_rng_state(self.random_state)
         if counted:
-            release_idle()  # a resting arena may be in memory, in part, or not
+            release()  # a resting arena may be in memory, in part, or not
         before, _ = process_bytes()
         reset_peak()
         began = time.process_time()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         verify,
     )
     from coop_plan.runtime.errors import RuntimeRefusalError
+    from coop_plan.runtime.execute.arena_pool import release
     from coop_plan.runtime.offline_capture.calibrate import calibrate
     from coop_plan.runtime.offline_capture.capture import capture
     from coop_plan.runtime.offline_capture.fit import fit
@@ -60,6 +61,7 @@ __all__ = [
     "load_graph",
     "load_plan",
     "plan",
+    "release",
     "reports",
     "train_iteration",
     "train_step",
@@ -70,6 +72,7 @@ _MODULES = {
     "client.client": ("AsyncClient", "Client"),
     "client.protocol": ("JobState", "ServerAwayError", "ServerError", "ServerProblemError"),
     "runtime": ("RuntimeRefusalError", "StepReport", "clear_reports", "reports"),
+    "runtime.execute.arena_pool": ("release",),
     "runtime.offline_capture.calibrate": ("calibrate",),
     "runtime.offline_capture.capture": ("capture",),
     "runtime.offline_capture.fit": ("fit",),

@@ -34,7 +34,7 @@ from coop_plan.runtime.dynamic_shapes.specialize import (
 )
 from coop_plan.runtime.dynamic_shapes.symbolic_trace import signature
 from coop_plan.runtime.errors import CaptureError
-from coop_plan.runtime.execute.arena_pool import ArenaPools, arena_pools_of, release_idle
+from coop_plan.runtime.execute.arena_pool import ArenaPools, arena_pools_of, release
 from coop_plan.runtime.execute.budget_check import warn_of_profiling
 from coop_plan.runtime.execute.first_plan import Planner
 from coop_plan.runtime.execute.lower_to_fx import stubs
@@ -181,7 +181,7 @@ def coop(
 
 def _reset() -> None:
     """For torch._dynamo.reset(): steps may outlive it."""
-    release_idle()
+    release()
     forget_recompile_limit()
 
 

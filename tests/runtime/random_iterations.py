@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from coop_plan import runtime
-from coop_plan.runtime.execute.arena_pool import release_idle
+from coop_plan.runtime.execute.arena_pool import release
 from coop_plan.runtime.iteration.recorder import TOLERANCE, IterationRecorder
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +105,7 @@ class Peak:
 
     def __init__(self, parameters):
         gc.collect()
-        release_idle()
+        release()
         self.start = self.library.outside_bytes() - sum(p.nbytes for p in parameters)
 
     def during(self, run):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coop_plan import runtime
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
-from coop_plan.runtime.execute.arena_pool import release_idle
+from coop_plan.runtime.execute.arena_pool import release
 
 
 class Block(nn.Module):
@@ -44,7 +44,7 @@ class Net(nn.Module):
 def peak(called, model):
     """Bytes of the allocator at the peak of the last step, counted from outside; its results."""
     gc.collect()
-    release_idle()
+    release()
     before, _ = process_bytes()
     for _ in range(4):
         model.zero_grad()

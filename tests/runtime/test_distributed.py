@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from coop_plan import runtime
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
-from coop_plan.runtime.execute.arena_pool import release_idle
+from coop_plan.runtime.execute.arena_pool import release
 from tests.runtime.ranks import together
 
 HERE = "tests.runtime.test_distributed"
@@ -199,7 +199,7 @@ def test_parallel_training_on_processes(tmp_path, count):
 def peaks(wrap, rank):
     """Bytes of the allocator at the peak of each step, the shards and their gradients included."""
     gc.collect()
-    release_idle()
+    release()
     before, _ = process_bytes()
     called = wrap(blocks_sharded(Net(False)))
     torch.manual_seed(10 + rank)

@@ -9,7 +9,7 @@ from torch import nn
 
 from coop_plan import runtime
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
-from coop_plan.runtime.execute.arena_pool import release_idle
+from coop_plan.runtime.execute.arena_pool import release
 from coop_plan.runtime.iteration.recorder import TOLERANCE
 from tests.runtime import random_iterations
 from tests.runtime.random_iterations import WIDTHS, forwards_again, net
@@ -28,7 +28,7 @@ class Peak:
 
     def __init__(self, parameters):
         gc.collect()
-        release_idle()
+        release()
         self.start = process_bytes()[0] - sum(p.nbytes for p in parameters)
 
     def during(self, run):

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import (
 
 from coop_plan import runtime
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
-from coop_plan.runtime.execute.arena_pool import release_idle
+from coop_plan.runtime.execute.arena_pool import release
 from tests.runtime.ranks import together
 from tests.runtime.test_distributed import Block
 
@@ -28,7 +28,7 @@ STEPS = 5
 def train(schedule, rank, count, options):
     """Parameters, and the bytes of the allocator at each step's peak, forwards run again."""
     gc.collect()
-    release_idle()
+    release()
     torch.manual_seed(0)
     parts = [nn.Sequential(Block(), Block()) for _ in range(count * 2)]
     own = parts[rank::count] if schedule == "interleaved" else [parts[rank]]

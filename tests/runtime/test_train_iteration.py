@@ -13,6 +13,7 @@ from torch import nn
 import coop_plan
 from coop_plan import runtime
 from coop_plan.planner import InfeasibleBudgetError
+from coop_plan.runtime.device.arena import process_bytes
 from coop_plan.runtime.whole_iteration import updates
 
 WIDTH = 24
@@ -124,6 +125,23 @@ def compared(optimizer, budget, count, clip_norm, *, steps=3, depth=3, model=Net
         other_lr.step()
     assert report.steps_run == steps
     return report
+
+
+def test_memory_is_given_back_between_iterations():
+    model = Net(drop=0.0)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    iteration = step_of(model, optimizer)
+    batches = batches_of(0, 1)
+    before, _ = process_bytes()
+    iteration(*batches)
+    (report,) = coop_plan.reports()
+    states = sum(v.numel() * v.element_size() for s in optimizer.state.values() for v in s.values())
+    assert process_bytes()[0] > before + states + 4096
+    coop_plan.release()
+    assert process_bytes()[0] <= before + states + 4096
+    iteration(*batches_of(1, 1))
+    assert report.steps_run == 2
+    assert report.measured_peak_bytes <= report.budget_bytes
 
 
 def step_of(model, optimizer, budget="80%", **options):

@@ -141,8 +141,12 @@ def _owner_died(pool: "weakref.ref[ArenaPool]", owner: int) -> None:
 _all: "weakref.WeakSet[ArenaPool]" = weakref.WeakSet()
 
 
-def release_idle() -> None:
-    """Release the idle arenas of all pools; the next call of a step allocates them again."""
+def release() -> None:
+    """Give the memory of idle arenas back, for an inference engine between two steps, for example.
+
+    Arenas of calls that wait for their backward stay. The next call allocates its arena again. On
+    CUDA the memory goes to PyTorch's cache, which `torch.cuda.empty_cache()` empties.
+    """
     with _lock:
         for pool in list(_all):
             pool.release_idle()
