@@ -37,8 +37,12 @@ def source_name(node: fx.Node) -> str | None:
 
 
 def assigns_data(gm: fx.GraphModule) -> bool:
-    """True if a graph assigns a tensor's `data`, which Dynamo traces as `Tensor.set_`."""
-    return any(node.target == torch.Tensor.set_ for node in gm.graph.nodes)
+    """True if a graph assigns a tensor's `data`.
+
+    Dynamo traces that as `Tensor.set_`, since PyTorch 2.14 as `aten.shallow_copy_data_`.
+    """
+    targets = [node.target for node in gm.graph.nodes]
+    return torch.Tensor.set_ in targets or any("shallow_copy_data_" in str(t) for t in targets)
 
 
 def uses_functorch_grad(gm: fx.GraphModule) -> bool:
