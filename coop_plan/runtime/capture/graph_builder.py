@@ -19,7 +19,7 @@ from coop_plan.runtime.capture.profiler import fake_values, profile_op
 from coop_plan.runtime.capture.source_locations import source_of
 from coop_plan.runtime.distributed.collectives import collective_of, modelled_profile, scratch_bytes
 from coop_plan.runtime.errors import CaptureError
-from coop_plan.runtime.op_profile import OpProfile
+from coop_plan.runtime.op_profile import BYTES_PER_US, OpProfile
 from coop_plan.runtime.torch_internals.fakes import FakeTensor
 from coop_plan.runtime.torch_internals.joint_graphs import is_primal, is_tangent
 from coop_plan.runtime.torch_internals.ops import (
@@ -41,6 +41,9 @@ SNAPSHOT = "coop_snapshot"
 
 OP_MAKER = "coop_op_maker"
 """Key in `node.meta` of a function that makes the node's op for the layouts of its arguments."""
+
+UNREAD = "coop_unread"
+"""Key in `node.meta` of arguments on which no result depends that a later recomputation is for."""
 
 SCALAR_TYPES = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -121,6 +124,8 @@ class GraphBuilder:
                     raise CaptureError(f"{parent.target} returns a number that other ops read")
                 self.storages[node] = (self.storages[parent][index],)
                 self.views.add(node)
+            elif node.target is update:
+                self._update(node)
             else:
                 self._call(node)
         elif node.op != "output":
@@ -181,6 +186,27 @@ class GraphBuilder:
         self.visit(copy)
         node.replace_input_with(source, copy)
 
+    def _update(self, node: fx.Node) -> None:
+        reads = [self.storages[argument][0] for argument in node.all_input_nodes]
+        inputs = [t for t in reads if t is not None]
+        self.storages[node] = (reads[1],)
+        cost = 2 * self.tensors[inputs[1]]["bytes"] / BYTES_PER_US
+        self.ops.append(node)
+        self.profiles.append(OpProfile(cost, (), (), 0, 0))
+        self.op_fields.append(
+            {
+                "name": "coop_plan.update",
+                "inputs": inputs,
+                "outputs": [],
+                "cost_us": cost,
+                "mutates": inputs[1:],
+                "recomputable": False,
+                "rng": False,
+                "inplace": [],
+                "source": source_of(node),
+            }
+        )
+
     def _call(self, node: fx.Node) -> None:
         if OP_MAKER in node.meta:
             node.target = node.meta[OP_MAKER]([arg.meta["val"] for arg in tensor_args(node)])
@@ -240,7 +266,8 @@ class GraphBuilder:
             raise CaptureError(f"{target} returns both a new tensor and a view of its input")
         self.ops.append(node)
         self.profiles.append(profile)
-        inputs = [t for t in dict.fromkeys(reads) if t is not None]
+        unread = [self.storages[argument][0] for argument in node.meta.get(UNREAD, ())]
+        inputs = [t for t in dict.fromkeys(reads) if t is not None and t not in unread]
         inplace: list[list[int]] = []
         if self.overwritable_arguments and collective is None and not is_random(node):
             positions = self.overwritable_arguments(target, args, kwargs, profile)
@@ -261,6 +288,12 @@ class GraphBuilder:
                 "source": source_of(node),
             }
         )
+
+
+def update(invocation: Any, value: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """Graph op: `invocation` writes a buffer's new value; returns the buffer."""
+    written: torch.Tensor = invocation.update(value, buffer)
+    return written
 
 
 def is_check(node: fx.Node) -> bool:
