@@ -1,12 +1,16 @@
 """Models of published memory figures, for `benchmarks.fits`: written from their configurations."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 LORA_RANK, LORA_DROPOUT = 8, 0.05
+BLOCK = 64
+"""4-bit numbers that share a float32 scale (bitsandbytes' default)."""
+
 HEAD_ROWS = 128
 """Positions whose logits LitGPT computes at once when it fine-tunes."""
 
@@ -22,6 +26,57 @@ class RMSNorm(nn.Module):
         wide = x.float()
         normed = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5)
         return self.weight * normed.to(x.dtype)
+
+
+@torch.library.custom_op("coop_benchmarks::unpack", mutates_args=())
+def unpack(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights of two 4-bit numbers a byte: 16 even levels from -1 to 1, times a block's scale."""
+    numbers = torch.stack((packed >> 4, packed & 15), 1).flatten()
+    levels = torch.linspace(-1, 1, 16, device=packed.device)[numbers.long()]
+    return (levels.view(-1, BLOCK) * scales[:, None]).to(dtype).flatten()
+
+
+@unpack.register_fake
+def _(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return packed.new_empty(2 * packed.numel(), dtype=dtype)
+
+
+class FourBitProduct(torch.autograd.Function):
+    """Product with packed weights; it saves its input, as bitsandbytes 0.41 does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, packed, scales)
+        weight = unpack(packed, scales, x.dtype).view(-1, x.shape[-1])
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, packed, scales = ctx.saved_tensors
+        weight = unpack(packed, scales, x.dtype).view(-1, x.shape[-1])
+        return gradients[0] @ weight, None, None, None
+
+
+class FourBitLinear(nn.Module):
+    """A frozen linear layer of the shape of another, with 4-bit weights."""
+
+    def __init__(self, origin: nn.Linear) -> None:
+        super().__init__()
+        count = origin.weight.numel()
+        self.register_buffer("packed", torch.zeros(count // 2, dtype=torch.uint8))
+        self.register_buffer("scales", torch.ones(count // BLOCK))
+        self.bias = origin.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return FourBitProduct.apply(x, self.packed, self.scales, self.bias)  # type: ignore[no-any-return]
+
+
+def in_four_bits(model: nn.Module) -> None:
+    """Replace the linear layers in a model."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(module, name, FourBitLinear(child))
 
 
 class LoraAttention(nn.Module):

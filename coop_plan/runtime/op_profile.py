@@ -3,6 +3,9 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
+BYTES_PER_US = 1e4
+"""Model of the time to read and write tensors by an op that runs once in any plan."""
+
 
 @dataclass(frozen=True)
 class Output:

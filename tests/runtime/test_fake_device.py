@@ -380,6 +380,15 @@ def test_an_op_costs_its_operations_its_bytes_or_a_launch():
     assert cost_of(graph, "aten.sin") == pytest.approx(2 * 64 * 32 * 4 / 0.5e9 * 1e6)
 
 
+def test_cublas_has_a_workspace_on_cuda_alone():
+    model = Roofline(CPU)
+    model.uses_matmul = True
+    assert model.resident_bytes == 0
+    there = Roofline(device("a100-80gb"))
+    there.uses_matmul = True
+    assert there.resident_bytes > 0
+
+
 def test_what_is_broadcast_is_read_once():
     graph = fake_step(lambda a, b: (a * b).sum(), (64, 32), (1, 32))
     moved = (64 * 32 * 2 + 32) * 4

@@ -35,6 +35,7 @@ def convolution(batch=8):
 """
 
 TRAIN = """
+import functools
 import json
 import sys
 import torch
@@ -43,7 +44,7 @@ from coop_plan.runtime.device import arena, build
 build.arena()
 before = arena.process_bytes()[0]
 import fit_steps
-name, batch, optimizer, options, micro = sys.argv[1:]
+name, batch, optimizer, options, micro, update = sys.argv[1:]
 step, args = getattr(fit_steps, name)(int(batch))
 model = step.__closure__[0].cell_contents
 make = {
@@ -51,7 +52,13 @@ make = {
     "adamw": lambda p: torch.optim.AdamW(p, foreach=False),
     "adafactor": lambda p: torch.optim.Adafactor(p),
 }[optimizer]
-optimizer = make(list(model.parameters()))
+if update == "backward":
+    def complete(parameter, own):
+        own.step()
+        own.zero_grad()
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(functools.partial(complete, own=make([p])))
+optimizer = make([torch.nn.Parameter(torch.empty(0))] if update else list(model.parameters()))
 step = torch.compile(step, backend="coop", options=json.loads(options))
 for _ in range(3):
     try:
@@ -68,16 +75,18 @@ print(arena.process_bytes()[1] - before)
 """
 
 CASES = [
-    ("deep", 512, "adamw", 1),
-    ("wide", 1024, "momentum", 1),
-    ("wide", 256, "adafactor", 2),
-    ("convolution", 32, "adamw", 1),
+    ("deep", 512, "adamw", 1, ""),
+    ("wide", 1024, "momentum", 1, ""),
+    ("wide", 256, "adafactor", 2, ""),
+    ("convolution", 32, "adamw", 1, ""),
+    ("deep", 512, "adamw", 1, "backward"),
+    ("wide", 1024, "momentum", 1, "backward"),
 ]
 
 
-@pytest.mark.parametrize(("name", "batch", "optimizer", "micro"), CASES)
+@pytest.mark.parametrize(("name", "batch", "optimizer", "micro", "update"), CASES)
 def test_the_printed_budget_keeps_the_process_within_the_card(
-    name, batch, optimizer, micro, importable, tmp_path, capsys
+    name, batch, optimizer, micro, update, importable, tmp_path, capsys
 ):
     """States, gradients and temporaries of the update included, counted from outside."""
     importable("fit_steps", SOURCE)
@@ -89,6 +98,7 @@ def test_the_printed_budget_keeps_the_process_within_the_card(
         path = tmp_path / "card.json"
         path.write_bytes(msgspec.json.encode(spec))
         arguments = ["--device", str(path), "--batch", str(batch), "--optimizer", optimizer]
+        arguments += ["--update", update] if update else []
         with contextlib.suppress(SystemExit):
             main(["fit", "fit_steps:" + name, *arguments, "--margin", "0", "--json"])
         return json.loads(capsys.readouterr().out)[0]
@@ -99,7 +109,7 @@ def test_the_printed_budget_keeps_the_process_within_the_card(
     card = (eager + 2 * least) // 3
     options = json.dumps(ask(card)["within"]["options"])
     ended = subprocess.run(
-        [sys.executable, "-c", TRAIN, name, str(batch), optimizer, options, str(micro)],
+        [sys.executable, "-c", TRAIN, name, str(batch), optimizer, options, str(micro), update],
         capture_output=True,
         text=True,
         check=False,

@@ -60,6 +60,7 @@ def cached(): return (lambda x: (model(x) ** power()).sum()), (torch.randn(64, 3
 def ranks(): return torch.nn.parallel.DistributedDataParallel(model), (torch.randn(64, 32),)
 def group(): torch.distributed.init_process_group("gloo")
 scaler = torch.amp.GradScaler("cpu")
+def inputs(): return (lambda x: model(x.cos().requires_grad_()).sum()), (torch.randn(64, 32),)
 def scales(): return (lambda x: scaler.scale(model(x).sum())), (torch.randn(64, 32),)
 """
 
@@ -128,7 +129,8 @@ def test_batch_and_length_are_arguments_of_the_function(user_module):
             "calls_backward",
             r"calls backward\(\) .*user_steps\.py, line 38\); return the loss",
         ),
-        ("scales", r"calls a GradScaler .*user_steps\.py, line 51\); return the loss as it is"),
+        ("scales", r"calls a GradScaler .*user_steps\.py, line 52\); return the loss as it is"),
+        ("inputs", r"requires_grad_\(\) was called on .*leave out enable_input_require_grads"),
         ("wrong_shapes", r"\[64, 32\] X \[64, 32\].*user_steps\.py, line 24"),
     ],
 )

@@ -99,8 +99,7 @@ LEVELS = (
     {"distributed"},
     {"capture"},
     {"variants", "fused"},
-    {"offline_capture"},
-    {"execute", "gradients", "dynamic_shapes", "iteration"},
+    {"execute", "gradients", "dynamic_shapes", "iteration", "offline_capture"},
     {"backend", "whole_iteration"},
     {"integrations", "train_step"},
 )
@@ -625,16 +624,19 @@ def test_facts_of_ops():
         assert ops.c_function(len) is len
 
 
-def test_new_running_statistics_are_where_they_were():
+def test_running_statistics_are_where_they_were():
     with assumed("results and arguments of functional batch norms"):
-        for (op, result), argument in ops.RUNNING_STATISTICS.items():
-            name = ops.argument_names(op)[argument]
-            assert name.startswith("running_")
-            assert op._schema.returns[result].name in ("", f"{name}_out")
+        for op in ops.BATCH_NORMS:
+            assert ops.argument_names(op)[3:5] == ["running_mean", "running_var"]
+        for op in ops.BATCH_NORM_BACKWARDS:
+            assert ops.argument_names(op)[3:5] == ["running_mean", "running_var"]
+            assert ops.argument_names(op)[7] in ("train", "update")
         x, mean, var = torch.randn(8, 3), torch.zeros(3), torch.ones(3)
         op = torch.ops.aten._native_batch_norm_legit_functional.default
+        training, first = ops.BATCH_NORMS[op]
+        assert ops.argument_names(op)[training] == "training"
         made = op(x, None, None, mean, var, True, 0.1, 1e-5)
-        torch.testing.assert_close(made[3], 0.1 * x.mean(0))
+        torch.testing.assert_close(made[first], 0.1 * x.mean(0))
 
 
 def test_facts_of_tensors():

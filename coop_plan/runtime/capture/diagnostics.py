@@ -29,6 +29,10 @@ ADVICE = {
         "it calls a GradScaler",
         "return the loss as it is: scaling it changes no memory",
     ),
+    r"had requires_grad_\(\) called on it": (
+        "a tensor that requires_grad_() was called on in the step leads to its result",
+        "leave out enable_input_require_grads(): a plan recomputes without it",
+    ),
     r"transformers/generation/": (
         "it calls generate()",
         "call it outside of the step, which takes the result as an argument",

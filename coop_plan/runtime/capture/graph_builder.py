@@ -19,7 +19,7 @@ from coop_plan.runtime.capture.profiler import fake_values, profile_op
 from coop_plan.runtime.capture.source_locations import source_of
 from coop_plan.runtime.distributed.collectives import collective_of, modelled_profile, scratch_bytes
 from coop_plan.runtime.errors import CaptureError
-from coop_plan.runtime.op_profile import OpProfile, UpdateProfile
+from coop_plan.runtime.op_profile import BYTES_PER_US, OpProfile, UpdateProfile
 from coop_plan.runtime.torch_internals.fakes import FakeTensor
 from coop_plan.runtime.torch_internals.joint_graphs import is_primal, is_tangent
 from coop_plan.runtime.torch_internals.ops import (
@@ -43,7 +43,10 @@ OP_MAKER = "coop_op_maker"
 """Key in `node.meta` of a function that makes the node's op for the layouts of its arguments."""
 
 UPDATE = "coop_update"
-"""Key in `node.meta` of the `Update` of a node that updates a parameter."""
+"""Key in `node.meta` of the `UpdateOp` of a node that updates a parameter."""
+
+UNREAD = "coop_unread"
+"""Key in `node.meta` of arguments on which no result depends that a later recomputation is for."""
 
 SCALAR_TYPES = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -67,7 +70,7 @@ class CostModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateOp:
     """Update of the parameter of an input node by its optimizer."""
 
     profile: UpdateProfile
@@ -134,6 +137,8 @@ class GraphBuilder:
                     raise CaptureError(f"{parent.target} returns a number that other ops read")
                 self.storages[node] = (self.storages[parent][index],)
                 self.views.add(node)
+            elif node.target is write_input:
+                self._write_input(node)
             else:
                 self._call(node)
         elif node.op != "output":
@@ -194,7 +199,7 @@ class GraphBuilder:
         self.visit(copy)
         node.replace_input_with(source, copy)
 
-    def _update(self, node: fx.Node, update: Update) -> None:
+    def _update(self, node: fx.Node, update: UpdateOp) -> None:
         """Add an update: it reads a gradient, and overwrites its parameter and the states."""
         gradient = self.storages[node.all_input_nodes[0]][0]
         (parameter,) = self.storages[update.parameter]
@@ -212,7 +217,7 @@ class GraphBuilder:
         self.profiles.append(profile.later)
         self.op_fields.append(
             {
-                "name": "coop_plan.update",
+                "name": "coop_plan.update_parameter",
                 "inputs": inputs,
                 "outputs": [],
                 "mutates": changed,
@@ -221,6 +226,27 @@ class GraphBuilder:
                 "recomputable": False,
                 "rng": False,
                 "inplace": [],
+            }
+        )
+
+    def _write_input(self, node: fx.Node) -> None:
+        reads = [self.storages[argument][0] for argument in node.all_input_nodes]
+        inputs = [t for t in reads if t is not None]
+        self.storages[node] = (reads[1],)
+        cost = 2 * self.tensors[inputs[1]]["bytes"] / BYTES_PER_US
+        self.ops.append(node)
+        self.profiles.append(OpProfile(cost, (), (), 0, 0))
+        self.op_fields.append(
+            {
+                "name": "coop_plan.write_input",
+                "inputs": inputs,
+                "outputs": [],
+                "cost_us": cost,
+                "mutates": inputs[1:],
+                "recomputable": False,
+                "rng": False,
+                "inplace": [],
+                "source": source_of(node),
             }
         )
 
@@ -283,7 +309,8 @@ class GraphBuilder:
             raise CaptureError(f"{target} returns both a new tensor and a view of its input")
         self.ops.append(node)
         self.profiles.append(profile)
-        inputs = [t for t in dict.fromkeys(reads) if t is not None]
+        unread = [self.storages[argument][0] for argument in node.meta.get(UNREAD, ())]
+        inputs = [t for t in dict.fromkeys(reads) if t is not None and t not in unread]
         inplace: list[list[int]] = []
         if self.overwritable_arguments and collective is None and not is_random(node):
             positions = self.overwritable_arguments(target, args, kwargs, profile)
@@ -304,6 +331,12 @@ class GraphBuilder:
                 "source": source_of(node),
             }
         )
+
+
+def write_input(invocation: Any, value: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """Graph op: `invocation` writes a buffer's new value; returns the buffer."""
+    written: torch.Tensor = invocation.write_input(value, buffer)
+    return written
 
 
 def is_check(node: fx.Node) -> bool:

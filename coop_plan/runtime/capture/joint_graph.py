@@ -22,6 +22,7 @@ from coop_plan.runtime.capture.graph_builder import (
     is_check,
     is_random,
 )
+from coop_plan.runtime.capture.input_updates import add_updates
 from coop_plan.runtime.capture.op_variants import OpVariant, VariantPasses, VariantTable
 from coop_plan.runtime.capture.profiler import largest_measurement, measured_ops
 from coop_plan.runtime.device import cuda
@@ -34,7 +35,6 @@ from coop_plan.runtime.distributed.collectives import (
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.op_profile import OpProfile
 from coop_plan.runtime.torch_internals.joint_graphs import (
-    InputMutationAOTOutput,
     checkpoint_of,
     is_primal,
     is_tangent,
@@ -158,7 +158,7 @@ def capture_joint(
     device = _device_of_step(module)
     if device.type == "cuda" and model is None:
         _hook_cuda_allocator()
-    _snapshot_overwritten(module, output.meta.get("desc", [])[:num_fwd_outputs])
+    add_updates(module, outputs, num_fwd_outputs, static_inputs)
     gradients = outputs[num_fwd_outputs:]
     trained = {i for i, gradient in enumerate(gradients) if gradient is not None}
     overwritable = passes.overwritable_arguments if passes else None
@@ -350,24 +350,6 @@ def _resident_in_step(builder: GraphBuilder) -> int:
     }
     found.add(len(builder.tensors) - 1)  # the runtime's own
     return sum(int(builder.tensors[t]["bytes"]) for t in found if t is not None)
-
-
-def _snapshot_overwritten(module: fx.GraphModule, descs: Sequence[object]) -> None:
-    """Redirect reads of inputs that AOTAutograd overwrites after the forward to copies.
-
-    BatchNorm's running statistics are the usual case: a recomputation in the backward must read the
-    values of the first run. The copies are made when the step begins, and never evicted.
-    """
-    inputs = module.graph.find_nodes(op="placeholder")
-    overwritten = [d.mutated_input for d in descs if isinstance(d, InputMutationAOTOutput)]
-    for node in inputs:
-        readers = [user for user in node.users if user.op != "output"]
-        if node.meta.get("desc") in overwritten and readers:
-            with module.graph.inserting_after(inputs[-1]):
-                copy = module.graph.call_function(torch.ops.aten.clone.default, (node,))
-            copy.meta = {"val": node.meta["val"], SNAPSHOT: True}
-            for user in readers:
-                user.replace_input_with(node, copy)
 
 
 def keeps_program_order(node: fx.Node) -> bool:

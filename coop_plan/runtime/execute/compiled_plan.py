@@ -6,7 +6,7 @@ from typing import Any
 from torch import fx
 
 from coop_plan.runtime.capture.custom_ops import BOXED_KERNELS
-from coop_plan.runtime.capture.graph_builder import device_of
+from coop_plan.runtime.capture.graph_builder import device_of, write_input
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Slots
@@ -18,15 +18,18 @@ from coop_plan.runtime.execute.transfers import TransferProgram, TransferRunner
 from coop_plan.runtime.gradients.capture_adjust import GRADIENT_SINKS, accumulate, hand_over
 from coop_plan.schemas import Compute, Plan
 
+TAKING_INVOCATION = (*GRADIENT_SINKS, write_input)
+"""Graph ops whose first argument is the invocation."""
+
 
 class CompiledPlan:
     """The two halves of `plan` as functions, and the slots of its allocations in an arena.
 
     `forward(invocation, inputs)` returns outputs and saved tensors; `backward(invocation, saved +
     tangents)` returns gradients. Each empties its list, so that no tensor outlives its last use.
-    `saved_inputs` and `inputs_read` are as in `lower_to_fx.Halves`. `replayed` has the generators
-    of random ops that run more than once, by op. `room` are the bytes of the budget that are left
-    for arenas. `outputs` is where the step's outputs lie, as in `Plan`.
+    `saved_inputs`, `inputs_read` and `updated_inputs` are as in `lower_to_fx.Halves`. `replayed`
+    has the generators of random ops that run more than once, by op. `room` are the bytes of the
+    budget that are left for arenas. `outputs` is where the step's outputs lie, as in `Plan`.
 
     Gradients are named by their position among the primals. `gradient_slots` has the slot of each
     one that is added to a held gradient, None after a prefetch. Those in `consumed` are handed to
@@ -91,6 +94,7 @@ class CompiledPlan:
         halves = split(captured, plan, index, over)
         self.saved_inputs = halves.saved_inputs
         self.inputs_read = halves.inputs_read
+        self.updated_inputs = halves.updated_inputs
         self.forward = self._lower(captured.module, halves.forward)
         self.backward = self._lower(captured.module, halves.backward)
 
@@ -128,7 +132,7 @@ class CompiledPlan:
                 graph.call_function(self.arena.enter, (number,))
             if (kernel := BOXED_KERNELS.get(node.target)) is not None:
                 node.target = kernel
-            if node.target in GRADIENT_SINKS:
+            if node.target in TAKING_INVOCATION:
                 node.args = (invocation, *node.args[1:])
             if op in self.replayed and again:
                 with graph.inserting_after(node):

@@ -39,10 +39,10 @@ class Invocation:
     handle alive. Their version counters show if one was overwritten.
 
     `held_bytes` has the sizes of the gradients held when it began, by address. `alone` is True if
-    no other invocation of its thread ran meanwhile. By position among the primals, `leaves` are the
-    tensors whose gradients are held across steps or consumed by hooks, `held` the gradients that
-    the backward adds to, `handed` the leaves whose hooks run within the backward, and `updates`
-    those of parameters within a whole iteration.
+    no other invocation of its thread ran meanwhile, `runs_again` after its first forward. By
+    position among the primals, `leaves` are the tensors whose gradients are held across steps or
+    consumed by hooks, `held` the gradients that the backward adds to, `handed` the leaves whose
+    hooks run within the backward, and `updates` those of parameters within a whole iteration.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Invocation:
         self.updates: Mapping[int, Callable[[torch.Tensor], None]] = {}
         self.held_bytes: Mapping[int, int] = {}
         self.alone = True
+        self.runs_again = False
         self.thread = threading.get_ident()
         self.saved: Sequence[Any] | None = None
         self.memory: Memory | None = None
@@ -155,15 +156,26 @@ class Invocation:
         accumulate_gradient(self.leaves[position], gradient)
         return None
 
+    def write_input(self, value: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        """Write a buffer's new value, unless the forward runs again; returns the buffer.
+
+        AOTAutograd's own copy of the result to the buffer has no effect then.
+        """
+        if not self.runs_again:
+            self.compiled.arena.pause()
+            buffer.copy_(value)
+        return buffer
+
     def check(self, saved: Sequence[Any]) -> None:
-        """Check that no saved tensor was overwritten.
+        """Check that no saved tensor was overwritten, except by the step itself.
 
         Raises:
             RuntimeError: one was, with autograd's message.
         """
-        versions = tensor_versions(saved)
-        for value, found, expected in zip(saved, versions, self._saved_versions, strict=True):
-            if found != expected:
+        versions = zip(tensor_versions(saved), self._saved_versions, strict=True)
+        inputs = self.compiled.saved_inputs
+        for value, (found, expected), at in zip(saved, versions, inputs, strict=True):
+            if found != expected and at not in self.compiled.updated_inputs:
                 self.memory = None
                 raise RuntimeError(
                     f"one of the variables needed for the backward of '{self.name}' has been"

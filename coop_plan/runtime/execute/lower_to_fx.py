@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.runtime.capture.graph_builder import GETITEM, SNAPSHOT, tensor_args
+from coop_plan.runtime.capture.graph_builder import GETITEM, SNAPSHOT, tensor_args, write_input
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.execute.plan_index import Buffer, PlanIndex
 from coop_plan.runtime.execute.straight_line import INVOCATION
@@ -42,13 +42,15 @@ class Halves:
     The forward then takes the inputs of the step (`inputs_of`) and returns outputs and saved
     tensors; the backward takes saved tensors and tangents. `saved_inputs[i]` is the position of
     saved tensor i among the inputs, None if the forward makes it. `inputs_read` are the positions
-    of the inputs that the forward reads.
+    of the inputs that the forward reads and does not update; `updated_inputs` has the output that
+    returns each updated one, by position.
     """
 
     forward: fx.Graph
     backward: fx.Graph
     saved_inputs: Sequence[int | None]
     inputs_read: Sequence[int]
+    updated_inputs: Mapping[int, int]
 
 
 def inputs_of(captured: Captured) -> list[fx.Node]:
@@ -92,15 +94,22 @@ def split(
     cut = captured.num_fwd_outputs
     gradients = [backward.value(arg, final) for arg in captured.output_args[cut:]]
     results = [forward.value(arg, final) for arg in captured.output_args[:cut]]
-    inputs_read = [i for i, node in enumerate(inputs) if forward.placed[node].users]
+    outputs = enumerate(captured.output_args[:cut])
+    updated = {inputs.index(node.args[2]): i for i, node in outputs if _is_update(node)}
+    inputs_read = [
+        i for i, node in enumerate(inputs) if forward.placed[node].users and i not in updated
+    ]
     saved = [forward.tensor(source) for source in backward.saved]
     positions = {forward.placed[node]: i for i, node in enumerate(inputs)}
     for half, values in ((forward, [*results, *saved]), (backward, gradients)):
         half.graph.output(tuple(values))
         half.graph.lint()
-    return Halves(
-        forward.graph, backward.graph, [positions.get(node) for node in saved], inputs_read
-    )
+    saved_inputs = [positions.get(node) for node in saved]
+    return Halves(forward.graph, backward.graph, saved_inputs, inputs_read, updated)
+
+
+def _is_update(output: object) -> bool:
+    return isinstance(output, fx.Node) and output.target is write_input
 
 
 def _border(captured: Captured, plan: Plan, index: PlanIndex) -> int:

@@ -182,7 +182,9 @@ class PlannedStep:
             assert invocation.memory is not None
             invocation.memory.note_results(outputs)
             invocation.keep_saved(made[self._outputs :], outputs)
-            pool.recorder.received(invocation, outputs)
+            updated = invocation.compiled.updated_inputs.values()
+            given = [None if i in updated else output for i, output in enumerate(outputs)]
+            pool.recorder.received(invocation, given)
             self._measure_iteration(invocation, "forward")
             return (*outputs, handle)
 
@@ -268,6 +270,7 @@ class PlannedStep:
                 *(self.lines.begin, self.report.name, invocation.rerun_reason),
             )
         self.report.forwards_again += 1
+        invocation.runs_again = True
         # After a first backward (retain_graph=True), its gradients are held.
         invocation.held_bytes = self._held_gradients.held(invocation.inputs)
         with invocation.rewound_generators():

@@ -20,12 +20,12 @@ import torch
 from torch import fx
 
 from coop_plan.runtime.capture.joint_graph import Captured
-from coop_plan.runtime.op_profile import OpProfile
+from coop_plan.runtime.op_profile import BYTES_PER_US, OpProfile
 from coop_plan.schemas import Op
 from coop_plan.schemas.graph_editor import GraphEditor
 
-BYTES_PER_US = 1e4
-"""Model of the time to read two tensors and write one; the op runs once in any plan."""
+BESIDE = "held beside the plan"
+"""Name of the tensor for gradients and other memory outside the plan."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def under(captured: Captured, environment: MemoryEnvironment) -> Captured:
     duplicated = sum(own[p] for p in environment.duplicated - across_steps.keys() if p in own)
     taken = duplicated + environment.reserve + max(itertools.accumulate(change))
     if taken:
-        editor.add_tensor("held beside the plan", taken, "buffer")
+        editor.add_tensor(BESIDE, taken, "buffer")
     nodes = _nodes(captured, across_steps, accumulate) | _nodes(captured, consumed, hand_over)
     ops, profiles = list(captured.ops), list(captured.profiles)
     after.sort(key=itemgetter(0))

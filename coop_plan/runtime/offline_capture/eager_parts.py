@@ -2,6 +2,8 @@
 
 import msgspec
 
+PAGE = 4096
+
 
 class EagerParts(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes at one moment of an iteration.
@@ -45,6 +47,7 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
         step: peak of forward and backward.
         update: peak of the optimizer's step; None without an optimizer.
         update_bytes: largest temporaries of the optimizer.
+        resident_bytes: those of weights, inputs and buffers that the captured graph contains.
         loading_bytes: peak while the model was built, where it was built on this device.
         dtype: dtype of most of the parameters.
         without_loss: shape of the step's first output, if none is a scalar.
@@ -53,6 +56,7 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
     step: EagerParts
     update: EagerParts | None = None
     update_bytes: int = 0
+    resident_bytes: int = 0
     loading_bytes: int = 0
     dtype: str = ""
     without_loss: tuple[int, ...] = ()
@@ -74,14 +78,22 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
         """
         return max(parts.of_shard(shards) for parts in (self.step, self.update or self.step))
 
-    def outside_step(self, resident_bytes: int) -> int:
-        """Bytes outside a planned step: states, temporaries of the update, other residents.
+    def outside_step(self, *, rests: bool) -> int:
+        """Bytes outside a planned step: states, other residents, temporaries of the update.
 
-        `resident_bytes` are those in the graph of the step. The arena may exist during the
-        optimizer's step, so both count.
+        The arena exists during the update, so both count, unless it `rests`: the pages of an idle
+        arena on the CPU are freed before the process exceeds the peak of the step.
         """
-        missing = self.step.weights + self.step.other - resident_bytes
-        return self.step.states + self.update_bytes + max(0, missing)
+        missing = self.step.weights + self.step.other - self.resident_bytes
+        beside = 0 if rests and self.update is not None else self.update_bytes
+        return self.step.states + beside + max(0, missing)
+
+    def resting_bytes(self, gradients: int) -> int:
+        """Peak of the update beside a resting arena that holds so many gradients.
+
+        The first and last page of a gradient stay.
+        """
+        return self.update.total + 2 * PAGE * gradients if self.update else 0
 
     def figures(self) -> dict[str, int]:
         """The parts at the peak, `peak_bytes` and `loading_bytes`, for JSON."""

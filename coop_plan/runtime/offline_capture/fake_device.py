@@ -182,9 +182,10 @@ def serve_captures() -> None:
 def _capture(request: CaptureRequest) -> CaptureResponse:
     import torch
 
+    from coop_plan.runtime.gradients.capture_adjust import BESIDE
     from coop_plan.runtime.offline_capture.constant_values import ConstantValues
     from coop_plan.runtime.offline_capture.eager_memory import StorageLog, count_eager
-    from coop_plan.runtime.offline_capture.meta_kernels import register_gru_cells
+    from coop_plan.runtime.offline_capture.meta_kernels import register_meta_kernels
     from coop_plan.runtime.offline_capture.roofline import Roofline
     from coop_plan.runtime.offline_capture.target import capture, load_target, user_failure
     from coop_plan.runtime.torch_internals.fakes import (
@@ -199,7 +200,7 @@ def _capture(request: CaptureRequest) -> CaptureResponse:
     kind = request.spec.kind
     if kind == "cuda":
         pretend_cuda(request.spec.name, request.spec.memory_bytes)
-        register_gru_cells()
+    register_meta_kernels()
 
     def pretended() -> contextlib.ExitStack:
         """The context in which the user's code builds its model, and runs it in eager."""
@@ -222,13 +223,17 @@ def _capture(request: CaptureRequest) -> CaptureResponse:
         step, args = load_target(request.target, request.batch, request.length)
     model = Roofline(request.spec)
 
+    optimizer = request.optimizer
+    in_backward = optimizer is not None and optimizer.update == "backward"
+
     def captured() -> Graph:
         return capture(
             step,
             args,
             name=request.target.rpartition(":")[2],
             model=model,
-            optimizer=None if log else request.optimizer,
+            optimizer=None if log else optimizer,
+            consumed=in_backward,
         )
 
     # Under a default device, Dynamo traces PyTorch's Python mode for it at every call of the step:
@@ -242,9 +247,11 @@ def _capture(request: CaptureRequest) -> CaptureResponse:
     if log is not None:
         try:
             with pretended():
-                eager = count_eager(log, step, args, request.optimizer, model.resident_bytes)
+                eager = count_eager(log, step, args, optimizer, model.resident_bytes)
         except (InvalidInputError, CaptureError):
             raise
         except Exception as error:
             raise user_failure(request.target, error) from error
+        kept = (t.bytes for t in graph.tensors if t.resident and t.name != BESIDE)
+        eager = msgspec.structs.replace(eager, resident_bytes=sum(kept))
     return CaptureResponse(graph=graph.to_json(), eager=eager)

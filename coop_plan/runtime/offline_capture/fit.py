@@ -120,7 +120,9 @@ def _figures_on(
     graph, eager = capture(sizes, True)
     assert eager is not None
     available = int((there.memory_bytes - there.context) / (1 + margin))
-    outside = eager.outside_step(sum(tensor.bytes for tensor in graph.tensors if tensor.resident))
+    rests = there.kind == "cpu"
+    outside = eager.outside_step(rests=rests)
+    updating = eager.resting_bytes(_gradients(graph)) if rests else 0
     budget = Budgeting(available - outside, "gradients")
     options = {"budget": budget.bytes, "outputs": budget.outputs}
 
@@ -130,7 +132,7 @@ def _figures_on(
             return {}
         batch = batch or sizes["batch"] or 1
         return {
-            "peak_bytes": made.peak_bytes + outside,
+            "peak_bytes": max(made.peak_bytes + outside, updating),
             "budget_bytes": made.peak_bytes,
             "overhead": made.overhead,
             "cost_us": made.cost_us,
@@ -142,7 +144,7 @@ def _figures_on(
     smallest, within = of(found.least), of(found.planned)
     if eager.peak_bytes < smallest["peak_bytes"]:
         smallest = as_it_is
-    if eager.loading_bytes > available:
+    if max(eager.loading_bytes, updating) > available:
         within = {}
     elif eager.peak_bytes <= available:
         within = as_it_is
@@ -167,6 +169,12 @@ def _figures_on(
         except InvalidInputError as error:
             return figures | {"error": f"no largest {size}: {error}"}
     return figures
+
+
+def _gradients(graph: Graph) -> int:
+    """Number of gradients that a step returns."""
+    late = {t for op in graph.ops if op.phase == "backward" for t in op.outputs}
+    return sum(tensor.kind == "output" and tensor.id in late for tensor in graph.tensors)
 
 
 def _first_call_bytes(graph: Graph) -> int:

@@ -71,8 +71,9 @@ class Roofline:
 
     @property
     def resident_bytes(self) -> int:
-        """Memory that libraries hold for the ops profiled so far."""
-        return self.spec.matmul_workspace_bytes if self.uses_matmul else 0
+        """Memory that libraries hold for the ops profiled so far: cuBLAS's workspace."""
+        on_cuda = self.spec.kind == "cuda"
+        return self.spec.matmul_workspace_bytes if on_cuda and self.uses_matmul else 0
 
     def device_document(self) -> dict[str, Any]:
         """The device entry of the graph document."""

@@ -13,6 +13,7 @@ from coop_plan.runtime.capture.diagnostics import explain_failure, user_location
 from coop_plan.runtime.capture.joint_graph import Captured, capture_joint
 from coop_plan.runtime.capture.tracing_rules import as_eager
 from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment, consumable, under
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
 from coop_plan.runtime.offline_capture.optimizer_state import with_optimizer_state
 from coop_plan.runtime.offline_capture.roofline import Roofline
@@ -151,11 +152,13 @@ def capture(
     optimizer: OptimizerSpec | None = None,
     *,
     variants: bool = False,
+    consumed: bool = False,
 ) -> Graph:
     """The profiled joint graph of `step(*args, **kwargs)`; the step itself is not run.
 
     With a cost `model` all tensors are fake ones. The state of an `optimizer` is a resident tensor
-    (`optimizer_state`). `variants` adds variants of ops, if there is no `model`.
+    (`optimizer_state`). `variants` adds variants of ops, if there is no `model`. If gradients are
+    `consumed`, hooks of an optimizer free each one in the backward.
 
     Raises:
         CaptureError: a graph break, nothing that needs a gradient, or an op that cannot be planned.
@@ -203,7 +206,11 @@ def capture(
         restore()
     if not found:
         raise CaptureError(f"'{name}' was not captured: it runs no PyTorch op on tensors")
-    return with_optimizer_state(found[0], optimizer) if optimizer else found[0].graph
+    captured = found[0]
+    if consumed:
+        environment = MemoryEnvironment(consumed=frozenset(consumable(captured)))
+        captured = under(captured, environment)
+    return with_optimizer_state(captured, optimizer) if optimizer else captured.graph
 
 
 class _CapturedError(Exception):

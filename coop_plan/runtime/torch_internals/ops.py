@@ -163,13 +163,15 @@ TENSOR_ITEM: Any = torch.ops.aten._local_scalar_dense.default
 LOG_SOFTMAX_BACKWARD: Any = torch.ops.aten._log_softmax_backward_data.default
 """The gradient of `log_softmax`, also within `cross_entropy`."""
 
-RUNNING_STATISTICS: dict[tuple[Any, Any], int] = {
-    (torch.ops.aten._native_batch_norm_legit_functional.default, 3): 3,
-    (torch.ops.aten._native_batch_norm_legit_functional.default, 4): 4,
-    (torch.ops.aten._batch_norm_with_update_functional.default, 4): 3,
-    (torch.ops.aten._batch_norm_with_update_functional.default, 5): 4,
+BATCH_NORMS: dict[Any, tuple[int | None, int]] = {
+    torch.ops.aten._native_batch_norm_legit_functional.default: (5, 3),
+    torch.ops.aten._batch_norm_with_update_functional.default: (None, 4),
 }
-"""New running statistics as (op, result), and the argument that has those before."""
+"""Batch norms: position of the flag for training, None if it is set; the first new statistic."""
+
+BATCH_NORM_BACKWARDS: frozenset[Any] = frozenset(
+    {torch.ops.aten.native_batch_norm_backward.default, torch.ops.aten.batch_norm_backward.default}
+)
 
 SOFTMAX_OPS: frozenset[Any] = frozenset(
     {

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.runtime.capture.graph_builder import GETITEM, UPDATE, Update
+from coop_plan.runtime.capture.graph_builder import UPDATE, UpdateOp
+from coop_plan.runtime.capture.input_updates import omit_statistics
 from coop_plan.runtime.capture.joint_graph import Captured, forward_nodes
 from coop_plan.runtime.capture.op_variants import VariantPasses
 from coop_plan.runtime.errors import CaptureError
@@ -25,7 +26,7 @@ from coop_plan.runtime.torch_internals.joint_graphs import (
     plain_outputs,
     tangent_output,
 )
-from coop_plan.runtime.torch_internals.ops import RUNNING_STATISTICS, OpOverload
+from coop_plan.runtime.torch_internals.ops import OpOverload
 from coop_plan.runtime.variants.inplace_outputs import overwritable_arguments
 
 aten = torch.ops.aten
@@ -76,7 +77,7 @@ class _Builder:
         self._descs = list(end.meta.get("desc", []))[:num_fwd_outputs]
         self._losses = _losses(joint, outputs)
         self._batches = _batches_behind(joint, self._losses)
-        self._ranked: dict[fx.Node, int] = {}
+        self._ranks: dict[fx.Node, int] = {}
 
     def build(
         self, updates: Mapping[int, UpdateProfile], clip_norm: float | None
@@ -106,7 +107,7 @@ class _Builder:
         for position in trained:
             node = self._graph.call_function(update, (None, position, sums[position]))
             made = updates[position]
-            node.meta = {"val": None, UPDATE: Update(made, self._placed[primals[position]])}
+            node.meta = {"val": None, UPDATE: UpdateOp(made, self._placed[primals[position]])}
         results = [self._placed.get(value, value) for value in self._results]
         results += [] if norm is None else [norm]
         self._graph.output(tuple(results)).meta["desc"] = self._descs
@@ -118,14 +119,15 @@ class _Builder:
         As in `.grad`, the gradients of a micro-batch are added to the sum of those before it, as
         soon as they are complete.
         """
-        self._ranked = ranks = self._ranks(forward_nodes(self._joint, self._results))
+        omit_statistics(self._joint.graph)
+        self._ranks = ranks = self._ranked(forward_nodes(self._joint, self._results))
         nodes = list(self._joint.graph.nodes)
         terms = {position: self._terms(self._gradients[position]) for position in trained}
         sums: dict[int, fx.Node] = {}
         for rank, (tangent, loss) in enumerate(self._losses.items()):
             for node in nodes:
                 if ranks.get(node) == rank:
-                    self._emit(node)
+                    self._emit(node, rank)
             self._placed[tangent] = self._call(aten.ones_like.default, self._placed[loss])
             last = {position: of[rank][-1] for position, of in terms.items() if rank in of}
             ends: dict[fx.Node, list[int]] = {}
@@ -135,20 +137,20 @@ class _Builder:
                 if self._batches[node] == {rank} or node in ends:
                     self._emit(node, rank)
                     for position in ends.get(node, ()):
-                        self._accumulate(sums, position, terms[position][rank])
+                        self._accumulate(sums, position, terms[position][rank], rank)
         return sums
 
     def _accumulate(
-        self, sums: dict[int, fx.Node], position: int, terms: Sequence[fx.Node]
+        self, sums: dict[int, fx.Node], position: int, terms: Sequence[fx.Node], rank: int
     ) -> None:
         """Add the terms of a micro-batch's gradient to the sum of those before it."""
-        own = self._emit(terms[0])
+        own = self._emit(terms[0], rank)
         for term in terms[1:]:
-            own = self._call(aten.add.Tensor, own, self._emit(term))
+            own = self._call(aten.add.Tensor, own, self._emit(term, rank))
         before = sums.get(position)
         sums[position] = own if before is None else self._call(aten.add.Tensor, before, own)
 
-    def _ranks(self, ours: set[fx.Node]) -> dict[fx.Node, int]:
+    def _ranked(self, ours: set[fx.Node]) -> dict[fx.Node, int]:
         """The micro-batch of each forward node; that of an effect is the one it was traced in."""
         losses = [*self._losses.values()]
         ranks: dict[fx.Node, int] = {}
@@ -164,39 +166,28 @@ class _Builder:
                 present = min(losses.index(node) + 1, len(losses) - 1)
         return {node: rank for node, rank in ranks.items() if node.op == "call_function"}
 
-    def _emit(self, node: fx.Node, rank: int | None = None) -> fx.Node:
-        """Copy a node after those that it reads, unless it is there; `rank` is its micro-batch."""
+    def _emit(self, node: fx.Node, rank: int) -> fx.Node:
+        """Copy a node of a micro-batch after those that it reads, unless it is there.
+
+        Raises:
+            CaptureError: it reads what a later micro-batch makes.
+        """
         stack = [node]
         while stack:
             top = stack[-1]
-            read = {arg: self._then(arg, rank) for arg in top.all_input_nodes}
-            missing = [arg for arg in read.values() if arg not in self._placed]
+            if self._ranks.get(top, 0) > rank:
+                raise CaptureError(
+                    f"a micro-batch reads {top} of a later one: give train_iteration one batch a"
+                    " call"
+                )
+            missing = [arg for arg in top.all_input_nodes if arg not in self._placed]
             if top not in self._placed and not missing:
-                placed = {arg: self._placed[then] for arg, then in read.items()}
-                self._placed[top] = self._graph.node_copy(top, placed.__getitem__)
+                self._placed[top] = self._graph.node_copy(top, self._placed.__getitem__)
             if missing:
                 stack += missing
             else:
                 stack.pop()
         return self._placed[node]
-
-    def _then(self, value: fx.Node, rank: int | None) -> fx.Node:
-        """What the backward of a micro-batch reads: running statistics as they are then.
-
-        The joint graph has those of the last micro-batch, since autograd saves the buffers.
-        """
-        then = value
-        while rank is not None and self._ranked.get(then, 0) > rank:
-            maker, position = then.args if then.target is GETITEM else (None, None)
-            if not isinstance(maker, fx.Node) or (maker.target, position) not in RUNNING_STATISTICS:
-                raise CaptureError(
-                    f"the backward of a micro-batch reads {then}, which a later one makes: give"
-                    " train_iteration one batch a call"
-                )
-            before = maker.args[RUNNING_STATISTICS[maker.target, position]]
-            assert isinstance(before, fx.Node)
-            then = before
-        return then
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a call; its value is that of the op on fake tensors."""
