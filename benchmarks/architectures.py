@@ -1,34 +1,55 @@
 """Real architectures trained under budgets, compared with eager bit for bit.
 
     python -m benchmarks.architectures [--only NAME ...] [--budgets 60% 40% min] [--variants]
-        [--csv FILE]
+        [--kernels fused] [--csv FILE]
 
 Three steps of AdamW each. Losses, parameters, buffers, gradients and the stream of random numbers
 must equal eager's to the last bit. A budget below the smallest feasible one is replaced by that,
 marked `*`. With `--variants` each budget runs a second time with operator variants, marked `+`.
+
+With `--kernels fused`, all plans have fused kernels. They must equal those of 100 % to the last
+bit. The loss and the gradients of the first step are compared with eager's in float32 and in
+float64, relative to each one's largest element, and the random numbers bit for bit.
 Exits 1 if anything differs or the measured arena is not the planned one.
 """
 
+import contextlib
 import copy
 import itertools
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.models import ARCHITECTURES, Batch, Step, StepOf
 from benchmarks.report import Column, Report, parser
 from coop_plan.planner import InfeasibleBudgetError
 from coop_plan.runtime import clear_reports, reports
+from coop_plan.runtime.capture.joint_graph import Captured
+from coop_plan.runtime.execute.first_plan import FirstPlan, Planner
 from coop_plan.schemas import format_bytes
 
 STEPS = 3
 
 EQUAL = "equal"
+EQUAL_TO_ITSELF = "equal to itself"
+"""The results equal those of 100 % to the last bit."""
+
+TOLERANCE = 5e-6
+"""Distance from eager of a float32 gradient, relative to its largest element."""
+
+TOLERANCE_IN_FLOAT64 = 1e-11
+"""The same for a step in float64 that computes nothing in float32."""
+
+LEAST_SCALE = 1e-3
+"""A gradient's scale is at least 1/1000 of the largest one's: some are zero but for rounding."""
+
 OWN_PATH = "equal to its own path"
 """The model's code computes something else while it is compiled: the result equals that of Dynamo's
 backend `eager`, which is eager autograd on that path."""
@@ -49,6 +70,8 @@ class Row:
     planned_overhead: float = 0.0
     measured_overhead: float = 0.0
     seconds: float = 0.0
+    distance: float | None = None
+    distance_in_float64: float | None = None
     held: bool = False
 
 
@@ -60,6 +83,19 @@ class Trained:
     gradients: dict[str, Tensor | None]
     state: dict[str, Tensor]
     random_state: Tensor
+    first: dict[str, Tensor]
+    """Loss and gradients of the first step."""
+
+    def distance(self, other: "Trained") -> float:
+        """Largest difference of the first step's loss and gradients, relative to each's scale."""
+        if self.first.keys() != other.first.keys():
+            return float("inf")
+        scale = {name: value.abs().max().item() for name, value in other.first.items()}
+        least = LEAST_SCALE * max(scale[name] for name in scale if name != LOSS)
+        return max(
+            (self.first[name] - value).abs().max().item() / max(scale[name], least)
+            for name, value in other.first.items()
+        )
 
     def differences(self, other: "Trained") -> list[str]:
         """Names of the results that are not equal bit for bit."""
@@ -73,6 +109,10 @@ class Trained:
         return found
 
 
+LOSS = "loss"
+"""Name of the loss among the results of the first step."""
+
+
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
@@ -83,15 +123,47 @@ def train(model: nn.Module, step: Step, batch: Batch) -> Trained:
     """Runs three steps from one seed."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
+    losses: list[Tensor] = []
+    first: dict[str, Tensor] = {}
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss = step(batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
         losses.append(loss.detach().clone())
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    return Trained(losses, gradients, model.state_dict(), torch.get_rng_state())
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        if not first:
+            first = {name: g.clone() for name, g in gradients.items() if g is not None}
+            first[LOSS] = losses[0]
+        optimizer.step()
+    return Trained(losses, gradients, model.state_dict(), torch.get_rng_state(), first)
+
+
+class Narrow(TorchDispatchMode):
+    """Notes in `found` that an op returns float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        leaves = torch.utils._pytree.tree_leaves(made)
+        self.found |= any(isinstance(v, Tensor) and v.dtype is torch.float32 for v in leaves)
+        return made
+
+
+@contextlib.contextmanager
+def fused_kernels() -> Iterator[None]:
+    """Take the plan over regions even if that with eager's kernels is better."""
+
+    def fused(self: Planner, fused: Captured, _: Captured) -> FirstPlan:
+        return self.plan(fused)
+
+    original, Planner.better = Planner.better, fused  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Planner.better = original  # type: ignore[method-assign]
 
 
 class Comparison:
@@ -111,36 +183,42 @@ class Comparison:
         began = time.perf_counter()
         row = Row(self.name, budget + "+" * variants)
         try:
-            try:
-                found = self._compiled("coop", options={"budget": budget, "variants": variants})
-            except torch._dynamo.exc.BackendCompilerFailed as error:
-                if not isinstance(error.inner_exception, InfeasibleBudgetError):
-                    raise
-                row.budget += "*"
-                found = self._compiled("coop", options={"budget": "min", "variants": variants})
+            found = self._within(row, budget, variants=variants)
         except Exception as error:  # any error: the other rows still run
             row.result = f"{type(error).__name__}: {error}"
             return row
         differences = self.expected.differences(found)
         row.result = EQUAL if not differences else f"differs: {', '.join(differences)}"
-        report = reports()[-1]
+        self._add_report(row)
         if differences and not self._compiled("eager").differences(found):
             row.result = OWN_PATH
+        row.seconds = time.perf_counter() - began
+        row.held &= row.result in (EQUAL, OWN_PATH)
+        return row
+
+    def _within(self, row: Row, budget: str, **options: Any) -> Trained:
+        try:
+            return self._compiled("coop", options={"budget": budget, **options})
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if not isinstance(error.inner_exception, InfeasibleBudgetError):
+                raise
+        row.budget += "*"
+        return self._compiled("coop", options={"budget": "min", **options})
+
+    def _add_report(self, row: Row) -> None:
+        report = reports()[-1]
         row.ops = len(report.graph.ops)
         row.peak, row.outside = report.peak_bytes, report.outside_bytes
         row.planned_arena = report.planned_arena_bytes
         row.measured_arena = report.measured_arena_bytes
         row.planned_overhead = report.planned_overhead
         row.measured_overhead = report.measured_overhead or 0.0
-        row.seconds = time.perf_counter() - began
         row.held = (
-            row.result in (EQUAL, OWN_PATH)
-            and row.peak <= report.budget_bytes
+            row.peak <= report.budget_bytes
             and report.measured_peak_bytes <= report.budget_bytes
             and row.outside == 0
             and row.planned_arena == row.measured_arena
         )
-        return row
 
     def _compiled(self, backend: str, options: Any = None) -> Trained:
         torch._dynamo.reset()
@@ -151,6 +229,68 @@ class Comparison:
         return train(model, step, self.batch)
 
 
+class FusedComparison(Comparison):
+    """One architecture with fused kernels at 100 %, compared with eager, then under budgets."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        try:
+            self.distance, self.whole = self._compared()
+            origin, batch = self.origin, self.batch
+            self.origin = copy.deepcopy(origin).double()
+            self.batch = {
+                name: value.double() if value.is_floating_point() else value
+                for name, value in batch.items()
+            }
+            with Narrow() as narrow:
+                wide = copy.deepcopy(self.origin)
+                train(wide, self.step_of(wide), self.batch)
+            self.narrow = narrow.found
+            self.distance_in_float64, _ = self._compared()
+            self.origin, self.batch = origin, batch
+        except Exception as error:  # any error: the other architectures still run
+            self.failure: str | None = f"{type(error).__name__}: {error}"
+        else:
+            self.failure = None
+
+    def _compared(self) -> tuple[float, Trained]:
+        """Distance from eager of the path that is compiled, and the results of 100 %."""
+        with fused_kernels():
+            found = self._compiled("coop", options={"budget": "100%", "kernels": "fused"})
+        own = self._compiled("eager")
+        if not _same(found.random_state, own.random_state):
+            raise ValueError("other random numbers than eager's")
+        return found.distance(own), found
+
+    def under(self, budget: str, *, variants: bool = False) -> Row:
+        began = time.perf_counter()
+        row = Row(self.name, budget + "+" * variants)
+        if self.failure is not None:
+            row.result = self.failure
+            return row
+        row.distance, row.distance_in_float64 = self.distance, self.distance_in_float64
+        try:
+            with fused_kernels():
+                found = self._within(row, budget, variants=variants, kernels="fused")
+        except Exception as error:  # any error: the other rows still run
+            row.result = f"{type(error).__name__}: {error}"
+            return row
+        differences = self.whole.differences(found)
+        row.result = EQUAL_TO_ITSELF
+        if differences:
+            row.result = f"differs from itself: {', '.join(differences)}"
+        self._add_report(row)
+        row.seconds = time.perf_counter() - began
+        limit = TOLERANCE if self.narrow else TOLERANCE_IN_FLOAT64
+        row.held &= (
+            row.result == EQUAL_TO_ITSELF
+            and row.distance < TOLERANCE
+            and row.distance_in_float64 < limit
+            and reports()[-1].kernels == "fused"
+        )
+        return row
+
+
 COLUMNS = (
     *("architecture", "budget", "ops"),
     *(Column(name, form=format_bytes) for name in ("peak", "planned_arena", "measured_arena")),
@@ -158,6 +298,8 @@ COLUMNS = (
     Column("planned_overhead", form=".1%"),
     Column("measured_overhead", "in-step overhead", ".1%"),
     Column("result", "bitwise", lambda text: text.splitlines()[0][:60]),
+    Column("distance", "from eager", ".1e"),
+    Column("distance_in_float64", "in float64", ".1e"),
     Column("held", ""),
     Column("seconds", ""),
 )
@@ -169,13 +311,15 @@ def main() -> int:
     command.add_argument("--only", nargs="+", metavar="NAME", choices=list(ARCHITECTURES))
     command.add_argument("--budgets", nargs="+", default=["60%", "40%", "min"])
     command.add_argument("--variants", action="store_true", help="also with operator variants")
+    command.add_argument("--kernels", choices=["eager", "fused"], default="eager")
     command.add_argument("--threads", type=int, default=1, help="two contend on a shared machine")
     arguments = command.parse_args()
     torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore", module="torch")  # of Dynamo's, about the models' code
     report = Report(*COLUMNS)
+    compared = FusedComparison if arguments.kernels == "fused" else Comparison
     for name in arguments.only or ARCHITECTURES:
-        comparison = Comparison(name)
+        comparison = compared(name)
         ways = (False, True) if arguments.variants else (False,)
         for budget, variants in itertools.product(arguments.budgets, ways):
             clear_reports()

@@ -45,12 +45,32 @@ def resnet() -> models.Built:
     return models.of("ResNet", "ForImageClassification", batch, **stages, **kind)
 
 
+def vit() -> models.Built:
+    """ViT of 6 layers of width 192, batch 8 of 128 x 128 pixels in patches of 8 x 8."""
+    batch = {"pixel_values": torch.randn(8, 3, 128, 128), "labels": torch.arange(8)}
+    sizes = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 3}
+    sizes |= {"intermediate_size": 768, "image_size": 128, "patch_size": 8}
+    kind = {"num_labels": 10, "problem_type": "single_label_classification"}
+    return models.of("ViT", "ForImageClassification", batch, **sizes, **kind)
+
+
+def moe() -> models.Built:
+    """Mixtral of 2 layers of width 256 with 4 experts, 4 x 256 tokens."""
+    ids = torch.randint(0, 2000, (4, 256))
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "num_local_experts": 4}
+    sizes |= {"vocab_size": 2000, "max_position_embeddings": 256, "use_cache": False}
+    return models.of("Mixtral", "ForCausalLM", {"input_ids": ids, "labels": ids}, **sizes)
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "llama-2": lambda: runtime_peers.llama(2),
     "llama-8": lambda: runtime_peers.llama(8),
     "gpt2-2": lambda: runtime_peers.gpt2(2),
     "unet": unet,
     "resnet": resnet,
+    "vit": vit,
+    "moe": moe,
 }
 
 

@@ -15,6 +15,7 @@ import msgspec
 from coop_plan.planner.core.errors import InfeasibleBudgetError
 from coop_plan.planner.planning import plan
 from coop_plan.schemas import Graph, InvalidInputError, Outputs, Plan
+from coop_plan.schemas.graph import FUSED_NAME
 
 MAX_CAPTURES = 6
 """Limit of captures per search for a largest size."""
@@ -104,8 +105,7 @@ def scaled(small: Graph, large: Graph, position: float) -> Graph:
     Raises:
         InvalidInputError: the graphs have different ops.
     """
-    structure = [(op.name, op.inputs, op.outputs) for op in small.ops]
-    if structure != [(op.name, op.inputs, op.outputs) for op in large.ops]:
+    if _structure(small) != _structure(large):
         raise InvalidInputError(
             "the step has other ops at another size, so it cannot be interpolated: ask for one"
             " size at a time"
@@ -127,6 +127,14 @@ def scaled(small: Graph, large: Graph, position: float) -> Graph:
         for a, b in zip(small.ops, large.ops, strict=True)
     ]
     return msgspec.structs.replace(small, tensors=tensors, ops=ops)
+
+
+def _structure(graph: Graph) -> list[object]:
+    """Names and edges of all ops; the name of a fused region is a digest that contains sizes."""
+    return [
+        (FUSED_NAME if op.name.startswith(FUSED_NAME) else op.name, op.inputs, op.outputs)
+        for op in graph.ops
+    ]
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from coop_plan.environment import VARIABLE
 from coop_plan.planner.options import OPTION_NAMES, PlanOptions
 from coop_plan.runtime.errors import OptionsError
+from coop_plan.runtime.kernels import Kernels
 from coop_plan.runtime.torch_internals import FUSED_SINCE, version
 from coop_plan.schemas import InvalidInputError
 
@@ -38,6 +39,19 @@ VALUES = {
 """Allowed values and their effects. The runtime cannot place the forward's outputs in the arena."""
 
 
+def check_fused() -> None:
+    """Check that this version of PyTorch can have fused kernels.
+
+    Raises:
+        OptionsError: it is too old.
+    """
+    if version() < FUSED_SINCE:
+        raise OptionsError(
+            'kernels="fused" needs PyTorch {}.{} or newer: before, Inductor rounds otherwise'
+            " than eager".format(*FUSED_SINCE)
+        )
+
+
 @dataclass(frozen=True)
 class Options:
     """Planning options (`planner.options.PlanOptions`) and options of the runtime.
@@ -60,7 +74,7 @@ class Options:
     server: str | None = None
     server_fallback: Literal["error", "local"] = "error"
     variants: bool = False
-    kernels: Literal["eager", "fused"] = "eager"
+    kernels: Kernels = "eager"
 
     def within(self, budget_bytes: int | None) -> "Options":
         """These options with a budget in bytes; None for the smallest feasible one."""
@@ -100,11 +114,8 @@ class Options:
             if name in values and values[name] not in list(effects):
                 allowed = " or ".join(f'"{value}" ({effect})' for value, effect in effects.items())
                 raise OptionsError(f"{name} must be {allowed}")
-        if values.get("kernels") == "fused" and version() < FUSED_SINCE:
-            raise OptionsError(
-                'kernels="fused" needs PyTorch {}.{} or newer: before, Inductor rounds otherwise'
-                " than eager".format(*FUSED_SINCE)
-            )
+        if values.get("kernels") == "fused":
+            check_fused()
         for name in ("strict", "variants"):
             if not isinstance(values.get(name, False), bool):
                 raise OptionsError(f"{name} must be true or false")

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from coop_plan.planner.inspect.buffers import replay_plan
 from coop_plan.schemas import Graph, Plan, format_bytes
+from coop_plan.schemas.graph import FUSED_NAME
 
 if TYPE_CHECKING:
     from coop_plan.runtime.capture.joint_graph import Captured
-
-FUSED_NAME = "coop_plan.fused_"
-"""Part of the names of fused regions (`fused.compiled`)."""
 
 
 class ScalarWriter(Protocol):

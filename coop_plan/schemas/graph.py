@@ -19,6 +19,9 @@ MAX_MICROS = 1e15
 MAX_TOTAL = 1 << 60
 """Upper limit of the sum of all sizes: rounded up and added by searches it fits into int64."""
 
+FUSED_NAME = "coop_plan.fused_"
+"""Beginning of an op's name that is a fused region; a digest of its code and layouts follows."""
+
 Id = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Bytes = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Micros = Annotated[float, Meta(ge=0, le=MAX_MICROS)]

@@ -3,6 +3,7 @@
 import json
 from functools import partial
 
+import msgspec
 import pytest
 
 from coop_plan.runtime import CaptureError
@@ -15,10 +16,13 @@ MEMORY = 512 * 50
 
 
 class Captures:
-    """Stands for the processes that capture: a graph is `graphs(device, batch)`."""
+    """Stands for the processes that capture: a graph is `graphs(device, batch)`.
 
-    def __init__(self, graphs, eager):
-        self.graphs, self.eager = graphs, eager
+    Over fused regions, its sizes and costs are `shrunk` times as large.
+    """
+
+    def __init__(self, graphs, eager, shrunk=1.0):
+        self.graphs, self.eager, self.shrunk = graphs, eager, shrunk
         self.asked = []
 
     def __call__(self):
@@ -33,16 +37,27 @@ class Captures:
     def capture(self, request):
         self.asked.append((request.spec.name, request.batch))
         size = request.batch * (request.length or 1)
-        return fake_device.Captured(self.graphs(request.spec.name, size), self.eager)
+        graph, fused = self.graphs(request.spec.name, size), None
+        if "fused" in request.kernels:
+            fused = scaled(graph, self.shrunk)
+        return fake_device.Captured(graph, self.eager, fused)
+
+
+def scaled(graph, factor):
+    """The graph with activations and costs that are `factor` times as large."""
+    replace = msgspec.structs.replace
+    tensors = [t if t.resident else replace(t, bytes=int(t.bytes * factor)) for t in graph.tensors]
+    ops = [replace(op, cost_us=op.cost_us * factor) for op in graph.ops]
+    return replace(graph, tensors=tensors, ops=ops)
 
 
 @pytest.fixture
 def ask(run, monkeypatch):
     """Run the command with such captures, on devices of any name."""
 
-    def call(graphs, *arguments, memory=MEMORY, eager=None):
+    def call(graphs, *arguments, memory=MEMORY, eager=None, shrunk=1.0):
         eager = eager or EagerMemory(step=EagerParts(activations=10 * MEMORY), dtype="float32")
-        monkeypatch.setattr(fake_device, "OfflineCapture", Captures(graphs, eager))
+        monkeypatch.setattr(fake_device, "OfflineCapture", Captures(graphs, eager, shrunk))
         monkeypatch.setattr(devices, "device", lambda name: spec(name, memory))
         return run("fit", "a:b", "--batch", 4, "--margin", 0, *arguments)
 
@@ -221,3 +236,28 @@ def test_options_of_an_optimizer_need_one(ask):
 
 def other(batch):
     return parse_graph(chain(batch).to_json().replace('"name":"f"', '"name":"g"'))
+
+
+@pytest.mark.parametrize("shrunk", [0.5, 2.0])
+def test_the_better_kernels_are_taken_by_plan(ask, shrunk):
+    """Fused ones that are half as large and dear, or twice."""
+
+    def row(*arguments):
+        asked = ("--device", "one", "--batches", "--json", *arguments)
+        code, out, _ = ask(failing(None), *asked, shrunk=shrunk)
+        assert code == 0
+        (found,) = json.loads(out)
+        return found
+
+    eager, fused = row(), row("--kernels", "fused")
+    better = shrunk < 1
+    for figure in ("keep_all", "smallest"):
+        peaks = fused[figure]["peak_bytes"], eager[figure]["peak_bytes"]
+        assert peaks[0] < peaks[1] if better else peaks[0] == peaks[1]
+    costs = fused["within"]["cost_us"], eager["within"]["cost_us"]
+    assert costs[0] < costs[1] if better else costs[0] == costs[1]
+    for limit, found in eager["largest"].items():
+        batches = fused["largest"][limit]["batch"], found["batch"]
+        assert batches[0] > batches[1] if better else batches[0] == batches[1]
+    assert fused["within"]["options"]["kernels"] == "fused"
+    assert "kernels" not in eager["within"]["options"]

@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from coop_plan.runtime.fused.clusters import clusters_of
 from coop_plan.runtime.fused.in_kernel import recompute_in_kernels
 from coop_plan.runtime.fused.regions import fuse_regions, region
+from coop_plan.runtime.torch_internals import inductor
+from coop_plan.runtime.torch_internals.inductor_scheduler import scheduled
 
 aten = torch.ops.aten
 
@@ -131,3 +133,31 @@ def test_the_backward_is_not_given_what_it_makes_in_its_kernels(product):
     backward = set(graph.nodes) - forward
     assert any(user in backward for user in made.users)
     assert any(user in backward for user in y.users) == product
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_gradient_of_a_likelihood_is_eagers_and_has_no_scratch(seed):
+    """Weights, ignored targets, reductions and shapes are drawn."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    rows, classes = draw.randint(1, 40), draw.randint(1, 40)
+    flat = draw.random() < 0.25
+    reduction = draw.randrange(3)
+    scores = torch.randn(classes) if flat else torch.randn(rows, classes)
+    target = torch.randint(0, classes, () if flat else (rows,))
+    gradient = torch.randn(rows) if reduction == 0 and not flat else torch.randn(())
+    weight = torch.rand(classes) if draw.random() < 0.5 else None
+    total = torch.rand(()) + 1
+    ignored = draw.choice([-100, int(target.flatten()[0])])
+    given = [gradient, scores, target, *([] if weight is None else [weight]), total]
+
+    def run(gradient, scores, target, *rest):
+        weight = rest[0] if len(rest) > 1 else None
+        last = reduction, ignored, rest[-1]
+        return (aten.nll_loss_backward.default(gradient, scores, target, weight, *last),)
+
+    mode = FakeTensorMode()
+    graph = inductor.decomposed(run, [mode.from_tensor(value) for value in given])
+    (made,) = inductor.compile_graph(graph, given)([*given])
+    assert torch.equal(made, run(*given)[0])
+    assert scheduled(graph, given).scratch_bytes == 0

@@ -30,6 +30,13 @@ EMA = click.option(
     is_flag=True,
     help="Add an exponential moving average of the trained parameters; needs --optimizer.",
 )
+KERNELS = click.option(
+    "--kernels",
+    type=click.Choice(["eager", "fused"]),
+    default="eager",
+    show_default=True,
+    help="Kernels that run: one for each op, or regions that Inductor compiles.",
+)
 
 
 @click.command(short_help="Profile a PyTorch training step into a graph.")
@@ -48,6 +55,7 @@ EMA = click.option(
 @OPTIMIZER
 @MASTERS
 @EMA
+@KERNELS
 @click.option(
     "--variants",
     is_flag=True,

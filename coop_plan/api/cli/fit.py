@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from coop_plan.api.cli.capture import EMA, MASTERS, OPTIMIZER, TARGET, runtime_work
+from coop_plan.api.cli.capture import EMA, KERNELS, MASTERS, OPTIMIZER, TARGET, runtime_work
 from coop_plan.api.cli.exit_codes import EXIT_ERROR, EXIT_INVALID, fail
 from coop_plan.schemas import format_bytes
 
@@ -42,6 +42,7 @@ COLUMNS = (*PARTS, "context", "as it is", "smallest", "card", "overhead")
 @OPTIMIZER
 @MASTERS
 @EMA
+@KERNELS
 @click.option(
     "--update",
     type=click.Choice(["foreach", "fused", "plain", "backward"]),

@@ -26,6 +26,7 @@ MEASURING_SOURCES = (
     "capture/profiler.py",
     "capture/op_replacements.py",
     "torch_internals/fakes.py",
+    "torch_internals/inductor.py",
     "variants/*.py",
     "device/cuda.py",
     "device/arena.*",

@@ -251,7 +251,8 @@ class GraphBuilder:
         )
 
     def _call(self, node: fx.Node) -> None:
-        if OP_MAKER in node.meta:
+        fused = OP_MAKER in node.meta
+        if fused:
             node.target = node.meta[OP_MAKER]([arg.meta["val"] for arg in tensor_args(node)])
         node.target = replacement_of(node.target, partial(device_of, node))
         collective = collective_of(node.target)
@@ -318,7 +319,7 @@ class GraphBuilder:
             inplace = [[fresh[0], t] for t in overwritten if t is not None and reads.count(t) == 1]
         self.op_fields.append(
             {
-                "name": str(original_of(target)),
+                "name": str(target.overloadpacket if fused else original_of(target)),
                 "inputs": inputs,
                 "outputs": fresh,
                 "cost_us": profile.cost_us,

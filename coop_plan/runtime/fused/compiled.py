@@ -1,4 +1,8 @@
-"""The compiled ops of fused regions, one for all regions of equal structure."""
+"""The ops of fused regions, one for all regions of equal structure.
+
+An op of a graph document is named after a digest of the region's structure and layouts, which is
+equal on all ranks and machines. The overload of the op that runs is a digest of the machine.
+"""
 
 import hashlib
 import re
@@ -13,16 +17,21 @@ from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.torch_internals.fakes import Layout
 from coop_plan.runtime.torch_internals.inductor import compile_graph, settings_digest
+from coop_plan.runtime.torch_internals.inductor_scheduler import Scheduled, scheduled
 from coop_plan.runtime.torch_internals.ops import OpOverload
+from coop_plan.schemas.graph import FUSED_NAME
+
+SCHEMA = "(Tensor[] inputs) -> Tensor[]"
 
 _ops: dict[str, tuple[torch.device, OpOverload]] = {}
 _lock = fork_safe_lock()
 
+MODELLED: dict[OpOverload, Scheduled] = {}
+"""Kernels of the ops that only have a model (`modelled_op`)."""
+
 
 def compiled_op(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> OpOverload:
     """The op `coop_plan::fused_...` of a region, as `op(list of inputs) -> list of results`.
-
-    Its name is a digest of the region's structure and of the inputs' layouts, equal on all ranks.
 
     Args:
         graph: the region's ops, on storages; returns a tuple.
@@ -32,19 +41,15 @@ def compiled_op(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> OpOverload:
         CaptureError: Inductor cannot compile the region, as without a compiler.
     """
     results: Any = next(iter(reversed(graph.nodes))).args[0]
-    name, device = f"fused_{_digest(graph, inputs)}", results[0].meta["val"].device
+    name = f"{_name(graph, inputs)}.on_{settings_digest()}"
+    device = results[0].meta["val"].device
     with _lock:
         if name not in _ops:
             try:
                 kernel = compile_graph(graph, inputs)
             except Exception as error:
-                reason = str(error).strip().splitlines()[:1]
-                raise CaptureError(
-                    f"Inductor cannot compile a region ({type(error).__name__}: {''.join(reason)})"
-                ) from error
-            op = define_op(
-                name, "(Tensor[] inputs) -> Tensor[]", lambda inputs: [*kernel([*inputs])]
-            )
+                raise _failure("compile", error) from error
+            op = define_op(name, SCHEMA, lambda inputs: [*kernel([*inputs])])
             BOXED_KERNELS[op] = kernel
             _ops[name] = device, op
         compiled_for, op = _ops[name]
@@ -53,15 +58,44 @@ def compiled_op(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> OpOverload:
     return op
 
 
-def _digest(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> str:
-    """Digest of all that a region's code depends on but the index of its device."""
+def modelled_op(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> OpOverload:
+    """The op of a region on an absent device, whose kernels are in `MODELLED`; it does not run.
+
+    Arguments and errors are those of `compiled_op`.
+    """
+    name = f"{_name(graph, inputs)}.modelled"
+    with _lock:
+        if name not in _ops:
+            try:
+                kernels = scheduled(graph, inputs)
+            except Exception as error:
+                raise _failure("schedule", error) from error
+            op = define_op(name, SCHEMA, _refuse)
+            MODELLED[op] = kernels
+            _ops[name] = inputs[0].device, op
+        return _ops[name][1]
+
+
+def _refuse(_: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    raise CaptureError("a region that was captured for an absent device has no code")
+
+
+def _failure(verb: str, error: Exception) -> CaptureError:
+    reason = str(error).strip().splitlines()[:1]
+    return CaptureError(
+        f"Inductor cannot {verb} a region ({type(error).__name__}: {''.join(reason)})"
+    )
+
+
+def _name(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> str:
+    """A name of all that a region's results depend on but the index of its device."""
     numbers = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
-    lines = [settings_digest(), torch.__version__, str(torch.get_num_threads())]
-    lines += [f"{Layout.of(value)} {value.untyped_storage().nbytes()}" for value in inputs]
+    lines = [f"{Layout.of(value)} {value.untyped_storage().nbytes()}" for value in inputs]
     lines += [
         f"{node.target} {fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)}"
         for node in graph.nodes
         if node.op != "placeholder"
     ]
     text = re.sub(r"(device\(type='\w+'), index=\d+", r"\1", "\n".join(lines))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{FUSED_NAME.partition('.')[2]}{digest}"

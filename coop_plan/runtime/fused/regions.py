@@ -7,7 +7,7 @@ from its results. Regions of equal structure are one op, so deep networks have f
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,16 +30,21 @@ from coop_plan.runtime.fused.ops import (
 )
 from coop_plan.runtime.torch_internals.inductor import UNTAGGED_VIEWS
 from coop_plan.runtime.torch_internals.joint_graphs import checkpoint_of
+from coop_plan.runtime.torch_internals.ops import OpOverload
+
+MakeOp = Callable[[fx.Graph, Sequence[torch.Tensor]], OpOverload]
+"""Makes the op of a region: its graph, fake inputs (`fused.compiled`)."""
 
 
-def fuse_regions(module: fx.GraphModule, num_fwd_outputs: int) -> None:
+def fuse_regions(module: fx.GraphModule, num_fwd_outputs: int, op_of: MakeOp = compiled_op) -> None:
     """Replace the regions of a joint graph by one node each, in place.
 
-    The op of a node is compiled when the layouts of its inputs are known (`OP_MAKER`).
+    The op of a node is made when the layouts of its inputs are known (`OP_MAKER`).
 
     Args:
         module: AOTAutograd's joint graph; `meta["val"]` of every node is set.
         num_fwd_outputs: how many of its outputs are the forward's.
+        op_of: makes the op of a region; `modelled_op` for an absent device.
     """
     graph = module.graph
     decompose_norms(graph)
@@ -57,7 +62,7 @@ def fuse_regions(module: fx.GraphModule, num_fwd_outputs: int) -> None:
     half_of = {op: (op in forward, checkpoint_of(op)) for op in ops if is_fusible(op)}
     clusters = clusters_of(ops, before, half_of)
     regions = [Region.of(members) for members in clusters if not all(map(is_creation, members))]
-    module.graph = _with_regions(graph, regions, in_order)
+    module.graph = _with_regions(graph, regions, in_order, op_of)
     _erase_unused(module.graph)
     module.graph.lint()
 
@@ -141,7 +146,7 @@ Unit = fx.Node | Region
 
 
 def _with_regions(
-    graph: fx.Graph, regions: Sequence[Region], in_order: Sequence[fx.Node]
+    graph: fx.Graph, regions: Sequence[Region], in_order: Sequence[fx.Node], op_of: MakeOp
 ) -> fx.Graph:
     """The graph with a node for each region, in program order as far as its edges allow.
 
@@ -175,7 +180,7 @@ def _with_regions(
     while ready:
         unit = units[heapq.heappop(ready)[1]]
         if isinstance(unit, Region):
-            _emit(made, unit, placed)
+            _emit(made, unit, placed, op_of)
         elif all(argument in placed for argument in unit.all_input_nodes):
             # otherwise a view that only its own region reads
             placed[unit] = made.node_copy(unit, placed.__getitem__)
@@ -186,11 +191,11 @@ def _with_regions(
     return made
 
 
-def _emit(graph: fx.Graph, found: Region, placed: dict[fx.Node, fx.Node]) -> None:
+def _emit(graph: fx.Graph, found: Region, placed: dict[fx.Node, fx.Node], op_of: MakeOp) -> None:
     """Add the node of a region, and those that take its results."""
     node = graph.call_function(region, ([placed[value] for value in found.inputs],))
     values = [result.meta["val"] for result in found.outputs]
-    maker = partial(compiled_op, found.graph)
+    maker = partial(op_of, found.graph)
     node.meta = {**found.members[-1].meta, "val": values, OP_MAKER: maker}
     for i, result in enumerate(found.outputs):
         item = placed[result] = graph.call_function(GETITEM, (node, i))

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from coop_plan.runtime.kernels import Kernels
 from coop_plan.runtime.offline_capture.devices import device as device_named
 from coop_plan.runtime.offline_capture.fake_device import CaptureRequest, capture_for
 from coop_plan.runtime.offline_capture.optimizer_spec import OPTIMIZERS, OptimizerSpec
@@ -18,6 +19,7 @@ def capture(
     masters: bool = False,
     ema: bool = False,
     variants: bool = False,
+    kernels: Kernels = "eager",
 ) -> Graph:
     """Returns the profiled graph of a training step.
 
@@ -32,10 +34,11 @@ def capture(
         masters: float32 copies of parameters of fewer bits are resident, too.
         ema: an exponential moving average of the trained parameters is resident, too.
         variants: also measure other ways to run ops that return the same bits.
+        kernels: "eager", or "fused" for a graph over the regions that Inductor compiles.
 
     Raises:
         InvalidInputError: no such function or device, or arguments that exclude each other.
-        RuntimeRefusalError: the step cannot be captured.
+        RuntimeRefusalError: the step cannot be captured, or this PyTorch has no fused kernels.
     """
     if (masters or ema) and optimizer is None:
         raise InvalidInputError("masters and ema are those of an optimizer: name one (--optimizer)")
@@ -53,8 +56,9 @@ def capture(
                 spec=device_named(device),
                 batch=batch,
                 optimizer=spec,
+                kernels=(kernels,),
             )
         )
     from coop_plan.runtime.offline_capture.target import capture_target  # imports PyTorch
 
-    return capture_target(target, batch, spec, variants=variants)
+    return capture_target(target, batch, spec, variants=variants, kernels=kernels)

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.errors import CaptureError, RuntimeRefusalError
+from coop_plan.runtime.kernels import Kernels
 from coop_plan.runtime.offline_capture.devices import DeviceSpec
 from coop_plan.runtime.offline_capture.eager_parts import EagerMemory
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
@@ -41,7 +42,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `target` is `package.module:function`, called with `batch` and `length` if they are set.
     `optimizer` is in the captured graph (`optimizer_state`), with `eager` in the eager iteration
-    alone.
+    alone. Graphs are captured over each of `kernels`.
     """
 
     target: str
@@ -50,25 +51,30 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     length: int | None = None
     optimizer: OptimizerSpec | None = None
     eager: bool = False
+    kernels: tuple[Kernels, ...] = ("eager",)
 
 
 class CaptureResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A captured graph, or an error; `invalid` is true if the input causes the error.
+    """Captured graphs, or an error; `invalid` is true if the input causes the error.
 
     `eager` is the memory of the eager iteration, if that was requested.
     """
 
-    graph: str = ""
+    graphs: dict[Kernels, str] = {}
     eager: EagerMemory | None = None
     error: str = ""
     invalid: bool = False
 
 
 class Captured(NamedTuple):
-    """A captured graph, and the memory of the eager iteration if that was requested."""
+    """Captured graphs, and the memory of the eager iteration if that was requested.
+
+    `graph` is over the first of the requested kernels, `fused` over regions if requested.
+    """
 
     graph: Graph
     eager: EagerMemory | None
+    fused: Graph | None = None
 
 
 class OfflineCapture:
@@ -86,7 +92,7 @@ class OfflineCapture:
         self._children.clear()
 
     def capture(self, request: CaptureRequest) -> Captured:
-        """The graph of a step on an absent device.
+        """The graphs of a step on an absent device.
 
         Raises:
             InvalidInputError: no such module or function, or not such a result.
@@ -112,7 +118,11 @@ class OfflineCapture:
             found = msgspec.json.decode(response_path.read_bytes(), type=CaptureResponse)
         if found.error:
             raise (InvalidInputError if found.invalid else CaptureError)(found.error)
-        return Captured(parse_graph(found.graph, source="captured graph"), found.eager)
+        graphs = {
+            kernels: parse_graph(graph, source="captured graph")
+            for kernels, graph in found.graphs.items()
+        }
+        return Captured(graphs[request.kernels[0]], found.eager, graphs.get("fused"))
 
     def _child(self, spec: DeviceSpec) -> "subprocess.Popen[bytes]":
         if spec.kind not in self._children:
@@ -172,7 +182,7 @@ def serve_captures() -> None:
             response = _capture(request)
         except InvalidInputError as error:
             response = CaptureResponse(error=str(error), invalid=True)
-        except CaptureError as error:
+        except RuntimeRefusalError as error:
             response = CaptureResponse(error=str(error))
         (folder / "response").write_bytes(msgspec.json.encode(response))
         done.write(b"\n")
@@ -187,7 +197,7 @@ def _capture(request: CaptureRequest) -> CaptureResponse:
     from coop_plan.runtime.offline_capture.eager_memory import StorageLog, count_eager
     from coop_plan.runtime.offline_capture.meta_kernels import register_meta_kernels
     from coop_plan.runtime.offline_capture.roofline import Roofline
-    from coop_plan.runtime.offline_capture.target import capture, load_target, user_failure
+    from coop_plan.runtime.offline_capture.target import graphs_of, load_target, user_failure
     from coop_plan.runtime.torch_internals.fakes import (
         FakeTensorMode,
         convertible_modules,
@@ -226,23 +236,24 @@ def _capture(request: CaptureRequest) -> CaptureResponse:
     optimizer = request.optimizer
     in_backward = optimizer is not None and optimizer.update == "backward"
 
-    def captured() -> Graph:
-        return capture(
+    def captured() -> dict[Kernels, Graph]:
+        return graphs_of(
             step,
             args,
             name=request.target.rpartition(":")[2],
             model=model,
             optimizer=None if log else optimizer,
             consumed=in_backward,
+            kernels=request.kernels,
         )
 
     # Under a default device, Dynamo traces PyTorch's Python mode for it at every call of the step:
     # half of a large model's capture time. Only steps without explicit devices need it.
     try:
-        graph = captured()
+        graphs = captured()
     except CaptureError:
         with torch.device(kind):
-            graph = captured()
+            graphs = captured()
     eager = None
     if log is not None:
         try:
@@ -252,6 +263,7 @@ def _capture(request: CaptureRequest) -> CaptureResponse:
             raise
         except Exception as error:
             raise user_failure(request.target, error) from error
-        kept = (t.bytes for t in graph.tensors if t.resident and t.name != BESIDE)
+        kept = (t.bytes for t in graphs["eager"].tensors if t.resident and t.name != BESIDE)
         eager = msgspec.structs.replace(eager, resident_bytes=sum(kept))
-    return CaptureResponse(graph=graph.to_json(), eager=eager)
+    texts = {kernels: graph.to_json() for kernels, graph in graphs.items()}
+    return CaptureResponse(graphs=texts, eager=eager)

@@ -5,10 +5,11 @@ from functools import partial
 from typing import Any
 
 from coop_plan.planner import Progress
-from coop_plan.planner.fit import Budgeting, largest_sizes
+from coop_plan.planner.fit import Budgeting, Largest, largest_sizes
 from coop_plan.planner.fit import fit as plans_of
 from coop_plan.planner.progress import Work
 from coop_plan.runtime.errors import RuntimeRefusalError
+from coop_plan.runtime.kernels import Kernels
 from coop_plan.runtime.offline_capture import devices as device_files
 from coop_plan.runtime.offline_capture import fake_device
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
@@ -53,6 +54,7 @@ def fit(
     lengths: bool = False,
     ema: bool = False,
     shards: int | None = None,
+    kernels: Kernels = "eager",
 ) -> Iterator[dict[str, Any]]:
     """The figures of a training step on each device, as in `coop-plan fit --json`.
 
@@ -70,6 +72,7 @@ def fit(
         lengths: also search the largest lengths.
         ema: an exponential moving average of the trained parameters is kept.
         shards: also count a rank of so many that share weights, gradients and states.
+        kernels: "fused" plans the step over fused regions, too, and takes the better plan.
 
     Raises:
         InvalidInputError: options of an optimizer without one, or `lengths` without a length.
@@ -81,7 +84,15 @@ def fit(
     spec = optimizer and OptimizerSpec(name=optimizer, masters=masters, update=update, ema=ema)
     sizes: Sizes = {"batch": batch, "length": length}
     searched = [size for size, asked in (("batch", batches), ("length", lengths)) if asked]
-    question = {**sizes, "optimizer": optimizer, "masters": masters, "update": update, "ema": ema}
+    question = {
+        **sizes,
+        "kernels": kernels,
+        "optimizer": optimizer,
+        "masters": masters,
+        "update": update,
+        "ema": ema,
+    }
+    kinds: tuple[Kernels, ...] = ("eager", "fused") if kernels == "fused" else ("eager",)
     with fake_device.OfflineCapture() as captures:
 
         def capture(
@@ -91,7 +102,12 @@ def fit(
             at = ", ".join(f"{size} {number}" for size, number in sizes.items() if number)
             work.report(Progress(f"{name}: capturing at {at}"))
             request = fake_device.CaptureRequest(
-                target=target, spec=there, optimizer=spec or None, eager=eager, **sizes
+                target=target,
+                spec=there,
+                optimizer=spec or None,
+                eager=eager,
+                kernels=kinds,
+                **sizes,
             )
             found = captures.capture(request)
             work.report(Progress(f"{name}: planning at {at}"))
@@ -117,14 +133,17 @@ def _figures_on(
     margin: float,
     shards: int | None,
 ) -> dict[str, Any]:
-    graph, eager = capture(sizes, True)
+    found = capture(sizes, True)
+    graph, eager, graphs = found.graph, found.eager, _by_kernels(found)
     assert eager is not None
     available = int((there.memory_bytes - there.context) / (1 + margin))
     rests = there.kind == "cpu"
     outside = eager.outside_step(rests=rests)
     updating = eager.resting_bytes(_gradients(graph)) if rests else 0
     budget = Budgeting(available - outside, "gradients")
-    options = {"budget": budget.bytes, "outputs": budget.outputs}
+    options: dict[str, Any] = {"budget": budget.bytes, "outputs": budget.outputs}
+    if len(graphs) > 1:
+        options["kernels"] = "fused"
 
     def of(made: Plan | None, batch: int | None = None) -> dict[str, Any]:
         """A plan's figures; `peak_bytes` includes the bytes outside the step."""
@@ -139,9 +158,12 @@ def _figures_on(
             "samples_per_s": batch / max(made.cost_us * 1e-6, 1e-12),
         }
 
-    found = plans_of(graph, budget)
-    as_it_is = of(found.kept) | {"peak_bytes": eager.peak_bytes, "budget_bytes": None}
-    smallest, within = of(found.least), of(found.planned)
+    fits = {kernels: plans_of(over, budget) for kernels, over in graphs.items()}
+    as_it_is = of(fits["eager"].kept) | {"peak_bytes": eager.peak_bytes, "budget_bytes": None}
+    kept = min((found.kept for found in fits.values()), key=_by_peak)
+    least = min((found.least for found in fits.values()), key=_by_peak)
+    planned = [found.planned for found in fits.values() if found.planned is not None]
+    smallest, within = of(least), of(min(planned, key=_by_cost, default=None))
     if eager.peak_bytes < smallest["peak_bytes"]:
         smallest = as_it_is
     if max(eager.loading_bytes, updating) > available:
@@ -157,15 +179,15 @@ def _figures_on(
         "dtype": eager.dtype,
         "without_loss": eager.without_loss or None,
         "eager": eager.figures(),
-        "keep_all": of(found.kept),
+        "keep_all": of(kept),
         "smallest": smallest,
         "within": within or None,
-        "first_call_bytes": _first_call_bytes(graph),
+        "first_call_bytes": max(map(_first_call_bytes, graphs.values())),
         "shard_bytes": shards and eager.shard_bytes(shards),
     }
     for size in searched:
         try:
-            figures |= _largest(graph, capture, sizes, size, budget, of)
+            figures |= _largest(graphs, capture, sizes, size, budget, of)
         except InvalidInputError as error:
             return figures | {"error": f"no largest {size}: {error}"}
     return figures
@@ -175,6 +197,19 @@ def _gradients(graph: Graph) -> int:
     """Number of gradients that a step returns."""
     late = {t for op in graph.ops if op.phase == "backward" for t in op.outputs}
     return sum(tensor.kind == "output" and tensor.id in late for tensor in graph.tensors)
+
+
+def _by_kernels(found: fake_device.Captured) -> dict[Kernels, Graph]:
+    graphs: dict[Kernels, Graph] = {"eager": found.graph}
+    return graphs if found.fused is None else graphs | {"fused": found.fused}
+
+
+def _by_peak(made: Plan) -> tuple[float, float]:
+    return made.peak_bytes, made.cost_us
+
+
+def _by_cost(made: Plan) -> tuple[float, float]:
+    return made.cost_us, made.peak_bytes
 
 
 def _first_call_bytes(graph: Graph) -> int:
@@ -188,29 +223,40 @@ def _first_call_bytes(graph: Graph) -> int:
 
 
 def _largest(
-    graph: Graph,
+    graphs: Mapping[Kernels, Graph],
     capture: Capture,
     sizes: Sizes,
     size: str,
     budget: Budgeting,
     of: Callable[..., dict[str, Any]],
 ) -> dict[str, Any]:
-    """The largest batches or lengths by limit of overhead; `graph` is that of `sizes`."""
+    """The largest batches or lengths by limit of overhead; `graphs` are those of `sizes`."""
     first = sizes[size]
     assert first is not None
+    captured = {first: graphs}
 
-    def graph_at(number: int) -> Graph:
+    def graph_at(kernels: Kernels, number: int) -> Graph:
         try:
-            return graph if number == first else capture({**sizes, size: number}, False).graph
+            if number not in captured:
+                captured[number] = _by_kernels(capture({**sizes, size: number}, False))
         except (InvalidInputError, RuntimeRefusalError) as error:
             raise InvalidInputError(f"at {size} {number}, {error}") from None
+        return captured[number][kernels]
 
-    found = {
+    found: dict[str, Largest] = {}
+    for kernels in graphs:
+        over = largest_sizes(partial(graph_at, kernels), first, budget, LIMITS)
+        found = {name: max(found.get(name, best), best, key=_size) for name, best in over.items()}
+    figures = {
         name: {
             "limit": best.limit,
             size: best.size,
             "plan": of(best.plan, best.size if size == "batch" else None),
         }
-        for name, best in largest_sizes(graph_at, first, budget, LIMITS).items()
+        for name, best in found.items()
     }
-    return {"largest" if size == "batch" else "longest": found}
+    return {"largest" if size == "batch" else "longest": figures}
+
+
+def _size(best: Largest) -> int:
+    return best.size

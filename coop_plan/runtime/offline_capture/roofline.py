@@ -6,12 +6,14 @@
 convolutions and fused attention with their backwards. Other ops have bytes only. *Bytes* are one
 read of each input and one write of each new output. A broadcast element is read once, and a gather
 reads only the elements it returns. float32 products run in tf32 where PyTorch allows it,
-convolutions by default.
+convolutions by default. A fused region has as many launches as kernels, as Inductor's scheduler
+finds them for the device. It moves each input and result once, and tensors between kernels twice.
 
 *Workspace* follows documented formulas. Flash attention's backward has a float32 accumulator and
 one float32 per row (flash-attention 2, `mha_bwd`), and the gradients of all heads if heads share
 keys. Efficient attention's backward has one float32 per row. cuBLAS has a resident workspace of
-fixed size. All other ops have none: that of a convolution depends on cuDNN's choice.
+fixed size. A fused region has the tensors between its kernels. All other ops have none: that of a
+convolution depends on cuDNN's choice.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -20,6 +22,7 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.fused.compiled import MODELLED
 from coop_plan.runtime.offline_capture.devices import DeviceSpec
 from coop_plan.runtime.op_profile import Allocation, OpProfile, Output
 from coop_plan.runtime.torch_internals.fakes import FakeTensor
@@ -104,15 +107,19 @@ class Roofline:
             and output.bytes
             and results[position].device.type == self.spec.kind
         )
-        workspace = workspace_bytes(target, args)
+        region = MODELLED.get(target)
+        workspace = region.scratch_bytes if region else workspace_bytes(target, args)
         if workspace:
             allocations = (Allocation(workspace, -1, 0), *allocations)
         made = sum(output.bytes for output in outputs if output is not None and output.alias < 0)
         if not made:
             return OpProfile(0.0, outputs, allocations, workspace, 0)
-        return OpProfile(
-            self._cost_us(work_of(target, args, kwargs, result)), outputs, allocations, workspace, 0
-        )
+        if region is None:
+            cost = self._cost_us(work_of(target, args, kwargs, result))
+        else:
+            work = OpWork("memory", 0, region.moved_bytes, inputs[0].dtype)
+            cost = max(self._cost_us(work), self.spec.launch_us * region.kernels)
+        return OpProfile(cost, outputs, allocations, workspace, 0)
 
     def _cost_us(self, work: "OpWork") -> float:
         spec = self.spec

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,14 @@ from coop_plan.runtime.capture.diagnostics import explain_failure, user_location
 from coop_plan.runtime.capture.joint_graph import Captured, capture_joint
 from coop_plan.runtime.capture.tracing_rules import as_eager
 from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.fused.compiled import compiled_op, modelled_op
+from coop_plan.runtime.fused.regions import fuse_regions
 from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment, consumable, under
+from coop_plan.runtime.kernels import Kernels
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
 from coop_plan.runtime.offline_capture.optimizer_state import with_optimizer_state
 from coop_plan.runtime.offline_capture.roofline import Roofline
+from coop_plan.runtime.options import check_fused
 from coop_plan.runtime.torch_internals.dynamo import (
     TorchDynamoException,
     allow_output_capturing_hooks,
@@ -29,7 +34,7 @@ from coop_plan.runtime.torch_internals.fakes import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
-from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd
+from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, copy_of
 from coop_plan.runtime.variants.passes import VARIANT_PASSES
 from coop_plan.schemas import Graph, InvalidInputError
 
@@ -43,6 +48,7 @@ def capture_target(
     optimizer: OptimizerSpec | None = None,
     *,
     variants: bool = False,
+    kernels: Kernels = "eager",
 ) -> Graph:
     """The profiled graph of the step that `package.module:function` describes.
 
@@ -52,7 +58,10 @@ def capture_target(
     """
     step, args = load_target(spec, batch)
     name = spec.rpartition(":")[2]
-    return capture(step, args, name=name, optimizer=optimizer, variants=variants)
+    made = graphs_of(
+        step, args, name=name, optimizer=optimizer, variants=variants, kernels=[kernels]
+    )
+    return made[kernels]
 
 
 def load_target(
@@ -154,7 +163,25 @@ def capture(
     variants: bool = False,
     consumed: bool = False,
 ) -> Graph:
-    """The profiled joint graph of `step(*args, **kwargs)`; the step itself is not run.
+    """The profiled joint graph of a step over eager's kernels, as of `graphs_of`."""
+    return graphs_of(
+        step, args, kwargs, name, model, optimizer, variants=variants, consumed=consumed
+    )["eager"]
+
+
+def graphs_of(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    name: str = "step",
+    model: Roofline | None = None,
+    optimizer: OptimizerSpec | None = None,
+    *,
+    variants: bool = False,
+    consumed: bool = False,
+    kernels: Sequence[Kernels] = ("eager",),
+) -> dict[Kernels, Graph]:
+    """The profiled joint graphs of `step(*args, **kwargs)` by `kernels`; the step is not run.
 
     With a cost `model` all tensors are fake ones. The state of an `optimizer` is a resident tensor
     (`optimizer_state`). `variants` adds variants of ops, if there is no `model`. If gradients are
@@ -162,8 +189,13 @@ def capture(
 
     Raises:
         CaptureError: a graph break, nothing that needs a gradient, or an op that cannot be planned.
+        OptionsError: this version of PyTorch has no fused kernels.
     """
-    found: list[Captured] = []
+    if "fused" in kernels:
+        check_fused()
+    found: dict[Kernels, Captured] = {}
+    op_of = compiled_op if model is None else modelled_op
+    passes: dict[Kernels, Any] = {"eager": None, "fused": partial(fuse_regions, op_of=op_of)}
 
     def partition(
         joint: fx.GraphModule,
@@ -174,8 +206,11 @@ def capture(
         **__: Any,
     ) -> Any:
         static = static_lifetime_input_indices or ()
-        passes = VARIANT_PASSES if variants else None
-        found.append(capture_joint(joint, num_fwd_outputs, static, name, model, passes))
+        others = VARIANT_PASSES if variants else None
+        for kind in kernels:
+            module = copy_of(joint)
+            asked = num_fwd_outputs, static, name, model, others, passes[kind]
+            found[kind] = capture_joint(module, *asked)
         raise _CapturedError
 
     def refuse(*_: Any) -> Any:
@@ -200,17 +235,19 @@ def capture(
         with suppress_duplicate_reports():
             compiled(*args, **(kwargs or {}))
     except (TorchDynamoException, TypeError) as error:  # TypeError: wrong arguments
-        if not found:
+        if len(found) < len(kernels):
             raise CaptureError(f"'{name}' cannot be captured: {explain_failure(error)}") from None
     finally:
         restore()
     if not found:
         raise CaptureError(f"'{name}' was not captured: it runs no PyTorch op on tensors")
-    captured = found[0]
-    if consumed:
-        environment = MemoryEnvironment(consumed=frozenset(consumable(captured)))
-        captured = under(captured, environment)
-    return with_optimizer_state(captured, optimizer) if optimizer else captured.graph
+    made: dict[Kernels, Graph] = {}
+    for kind, captured in found.items():
+        if consumed:
+            environment = MemoryEnvironment(consumed=frozenset(consumable(captured)))
+            captured = under(captured, environment)
+        made[kind] = with_optimizer_state(captured, optimizer) if optimizer else captured.graph
+    return made
 
 
 class _CapturedError(Exception):

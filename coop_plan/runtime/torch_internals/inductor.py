@@ -1,5 +1,6 @@
 """Inductor as the compiler of one small graph of ATen ops, outside the traces of AOTAutograd."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -70,6 +71,16 @@ SETTINGS: dict[str, Any] = {"emulate_precision_casts": True, "deterministic": Tr
 
 Assumed: `make_fx` reads the first one, too, and marks the ops whose results are rounded."""
 
+FEW_SCRATCH_TENSORS: dict[str, Any] = {
+    "realize_reads_threshold": 16,
+    "realize_opcount_threshold": 400,
+    "realize_acc_reads_threshold": 32,
+}
+"""Settings for CUDA: an expression with several readers is computed in each of their kernels.
+
+By default Inductor writes one of more than 4 reads or 30 operations to memory. On a GPU such passes
+over memory cost more than the operations, and the tensor is scratch that the budget includes."""
+
 
 def _instruction_set() -> str:
     """Vector instructions of the CPU that Inductor writes code for."""
@@ -79,8 +90,10 @@ def _instruction_set() -> str:
 
 
 @contextmanager
-def _outside_traces() -> Iterator[FakeTensorMode]:
+def outside_traces(device: str) -> Iterator[FakeTensorMode]:
     """A fake mode and tracing context apart from those that a backend of Dynamo runs in.
+
+    Inductor has the settings for regions on this type of device.
 
     Assumed: the tracing context is thread-local; Inductor writes to it. Its code is cached on disk
     if the context's fake mode may have symbols, and AOTAutograd's cache (`kept_traces`) does not
@@ -92,7 +105,7 @@ def _outside_traces() -> Iterator[FakeTensorMode]:
         tracing(TracingContext(mode)),
         torch.no_grad(),
         without_modes(),
-        config.patch(SETTINGS),
+        config.patch(SETTINGS | (FEW_SCRATCH_TENSORS if device == "cuda" else {})),
         compiler_config.patch(cache_key_tag=tag),
         functorch_config.patch(bundled_autograd_cache=False),
     ):
@@ -101,7 +114,7 @@ def _outside_traces() -> Iterator[FakeTensorMode]:
 
 def decomposed(run: Callable[..., Any], examples: Sequence[Any]) -> fx.Graph:
     """Graph of `run` on the fake tensors `examples`, in the ops that Inductor compiles."""
-    with _outside_traces(), examples[0].fake_mode:
+    with outside_traces(examples[0].device.type), examples[0].fake_mode:
         return _traced(run, examples).graph
 
 
@@ -110,39 +123,81 @@ def compile_graph(graph: fx.Graph, examples: Sequence[torch.Tensor]) -> BoxedKer
 
     Its results have eager's layouts. Inductor's cache on disk is used.
 
-    Assumed: `compile_fx_inner` takes the layouts of results from the output node's meta; inputs
-    that are static are not copied for alignment; the result's `current_callable` is the function
-    of the generated code.
+    Assumed: inputs of `compile_fx_inner` that are static are not copied for alignment; the result's
+    `current_callable` is the function of the generated code.
 
     Raises:
         Exception: of any type, if Inductor or its compiler fails.
     """
     from torch._inductor.compile_fx import compile_fx_inner  # takes a second to import
 
-    with _outside_traces() as mode:
-        inputs = [_like(value, mode) for value in examples]
-        module = _traced(fx.GraphModule({}, graph), inputs)
-        output = next(iter(reversed(module.graph.nodes)))
-        output.meta["original_output_strides"] = [v.meta["val"].stride() for v in output.args[0]]
-        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    with outside_traces(examples[0].device.type) as mode:
+        module, inputs = traced_for_inductor(graph, examples, mode)
         static = range(len(inputs))
         made: Any = compile_fx_inner(module, inputs, static_input_idxs=static, is_inference=True)
     kernel: BoxedKernel = made.current_callable
     return kernel
 
 
+def traced_for_inductor(
+    graph: fx.Graph, examples: Sequence[torch.Tensor], mode: FakeTensorMode
+) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """A graph in the ops that Inductor lowers, and its inputs, of a mode of `outside_traces`.
+
+    Assumed: Inductor takes the layouts of results from the output node's meta.
+    """
+    inputs = [_like(value, mode) for value in examples]
+    with mode:  # numbers in decompositions are tensors, too
+        module = _traced(fx.GraphModule({}, graph), inputs)
+    output = next(iter(reversed(module.graph.nodes)))
+    output.meta["original_output_strides"] = [v.meta["val"].stride() for v in output.args[0]]
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    return module, inputs
+
+
 def settings_digest() -> str:
-    """Digest of the instruction set and all settings of Inductor, which change its code."""
-    with config.patch(SETTINGS):
-        return f"{config.get_hash().hex()} {_instruction_set()}"
+    """Digest of the versions and settings that change Inductor's code for this machine.
+
+    Assumed: `get_hash` computes again only what changed, which each `config.patch` does.
+    """
+    own = SETTINGS, FEW_SCRATCH_TENSORS, torch.__version__, torch.get_num_threads()
+    text = f"{config.get_hash().hex()} {_instruction_set()} {own}"
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _traced(run: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     from torch._inductor.decomposition import select_decomp_table
 
-    traced: fx.GraphModule = make_fx(run, select_decomp_table())(*inputs)
+    table = {**select_decomp_table(), _aten.nll_loss_backward.default: _nll_loss_backward}
+    traced: fx.GraphModule = make_fx(run, table)(*inputs)
     traced.graph.eliminate_dead_code()
     return traced
+
+
+def _nll_loss_backward(
+    gradient: torch.Tensor,
+    scores: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+) -> torch.Tensor:
+    """Pointwise gradient of a negative log-likelihood's scores, (rows, classes) or (classes,).
+
+    Inductor's decomposition scatters into zeros, which are a tensor like `scores` between kernels.
+    """
+    if reduction == 1:  # the mean
+        gradient = gradient / total_weight
+    if scores.dim() == 1 and target.dim():
+        target = target[0]
+    target = target.unsqueeze(-1)
+    if scores.dim() > gradient.dim() > 0:
+        gradient = gradient.unsqueeze(-1)
+    if weight is not None:
+        gradient = gradient * weight
+    chosen = torch.arange(scores.shape[-1], device=scores.device) == target
+    return torch.where(chosen & (target != ignore_index), -gradient, 0).to(scores.dtype)
 
 
 def _like(value: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
