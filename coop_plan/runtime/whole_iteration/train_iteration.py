@@ -1,7 +1,7 @@
 """`train_iteration`: compiles a whole iteration, from the forward to the optimizer's updates."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,8 @@ from coop_plan.runtime.whole_iteration.graph import (
     iteration_graph,
 )
 from coop_plan.runtime.whole_iteration.planned_iteration import PlannedIteration
-from coop_plan.runtime.whole_iteration.updates import Updates
+from coop_plan.runtime.whole_iteration.trial import trial_key, try_one_by_one
+from coop_plan.runtime.whole_iteration.updates import ParameterUpdate, Updates
 
 
 def train_iteration(
@@ -91,7 +92,9 @@ class TrainIteration:
         clip_norm: float | None,
     ) -> None:
         self.grad_norm: torch.Tensor | None = None
+        self._optimizer = optimizer
         self._updates = Updates(optimizer)
+        self._tried: set[Hashable] = set()
         self._options = options
         self._clip_norm = clip_norm
         self._pools = arena_pools_of(options)
@@ -139,13 +142,24 @@ class TrainIteration:
             compiled: Callable[..., Any] = backend(gm, examples)
         return compiled
 
-    def planned(self, traced: "_Traced", inputs: Sequence[Any]) -> PlannedIteration:
-        """Profile and plan a traced iteration for the parameters among its inputs."""
+    def plan_of(self, traced: "_Traced", inputs: Sequence[Any]) -> PlannedIteration:
+        """The plan of a traced iteration for the parameters among its inputs.
+
+        One trace serves other parameters of equal shapes, too, and other groups.
+        """
+        updates = self._updates.among(inputs)
+        key = self._updates.key(updates)
+        if key not in traced.plans:
+            traced.plans[key] = self._planned(traced, updates)
+        return traced.plans[key]
+
+    def _planned(self, traced: "_Traced", updates: dict[int, ParameterUpdate]) -> PlannedIteration:
+        """Profile and plan a traced iteration."""
         began = time.perf_counter()
-        by_parameter = self._updates.by_parameter()
-        positions = {id(value): i for i, value in enumerate(inputs)}
-        ordered = [positions[key] for key in by_parameter if key in positions]
-        updates = {at: by_parameter[id(inputs[at])] for at in ordered}
+        kind = trial_key(self._optimizer)
+        if kind not in self._tried:
+            try_one_by_one(self._optimizer)
+            self._tried.add(kind)
         profiles = {at: self._updates.profile(update) for at, update in updates.items()}
         module = iteration_graph(traced.joint, traced.outputs, profiles, self._clip_norm)
         results = traced.outputs + (self._clip_norm is not None)
@@ -187,15 +201,15 @@ class TrainIteration:
 
 
 class _Traced:
-    """A joint graph of losses, planned and run as an iteration at its first call."""
+    """A joint graph of losses, planned and run as an iteration."""
 
     def __init__(self, owner: TrainIteration, lines: SourceLines) -> None:
         self.lines = lines
         self.joint: fx.GraphModule
         self.outputs = 0
         self.static: Sequence[int] = ()
+        self.plans: dict[Hashable, PlannedIteration] = {}
         self._owner = owner
-        self._planned: PlannedIteration | None = None
 
     def partition(
         self,
@@ -217,9 +231,7 @@ class _Traced:
         inputs = list(args)
         args.clear()
         with without_modes():  # AOTAutograd watches the first call by one
-            if self._planned is None:
-                self._planned = self._owner.planned(self, inputs)
-            results = self._planned.run(inputs)
+            results = self._owner.plan_of(self, inputs).run(inputs)
         self._owner.note(results[self.outputs] if len(results) > self.outputs else None)
         return (*results[: self.outputs], torch.zeros(()))
 
