@@ -329,6 +329,21 @@ class Late(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad, alpha=0.1)
 
 
+class Replacing(torch.optim.Optimizer):
+    """Computes its states out of place."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["mean"] = 0.9 * state.get("mean", 0.0) + parameter.grad
+                parameter.sub_(state["mean"], alpha=0.1)
+
+
 class Wrapping(torch.optim.Optimizer):
     """Updates by another optimizer."""
 
@@ -360,6 +375,25 @@ def test_steps_that_are_counted_for_all_parameters_are_refused(place):
     after = (model.state_dict(), optimizer.state_dict(), optimizer.shared)
     assert equal(before[0].values(), after[0].values())
     assert before[1:] == after[1:]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("kind", ["batch", "parameter"])
+def test_each_loss_needs_a_gradient(kind, at):
+    model = nn.Linear(4, 4)
+    scale = nn.Parameter(torch.ones(()))
+    other = (lambda x: x.sum()) if kind == "batch" else (lambda _: scale)
+    optimizer = torch.optim.SGD([*model.parameters(), scale], 0.1)
+    iteration = coop_plan.train_iteration(
+        lambda batch: other(batch[1]) if batch[0] == at else (model(batch[1]) * scale).sum(),
+        optimizer,
+        "100%",
+        method="coop",
+    )
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(runtime.CaptureError, match="1 of 2 losses"):
+        iteration(*((i, torch.randn(2, 4)) for i in range(2)))
+    assert equal(before, [*model.parameters()])
 
 
 def test_hooks_before_the_step_are_refused():
@@ -445,6 +479,7 @@ def test_parameters_groups_and_options_are_those_of_the_call():
         (Coupled, "by the others' gradients"),
         (Keeping, "keeps a gradient"),
         (Late, "after its first update"),
+        (Replacing, "replaces the memory of its states"),
         (Wrapping, "wraps an optimizer"),
         (torch.optim.LBFGS, "LBFGS cannot update one parameter at a time"),
     ],

@@ -14,7 +14,7 @@ from coop_plan.runtime.capture.joint_graph import capture_joint
 from coop_plan.runtime.capture.tracing_rules import as_eager
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.dynamic_shapes.specialize import call_state, keep_recompiling
-from coop_plan.runtime.errors import OptionsError, RuntimeRefusalError
+from coop_plan.runtime.errors import CaptureError, OptionsError, RuntimeRefusalError
 from coop_plan.runtime.execute.arena_pool import arena_pools_of
 from coop_plan.runtime.execute.budget_check import warn_of_profiling
 from coop_plan.runtime.execute.first_plan import Planner
@@ -22,7 +22,7 @@ from coop_plan.runtime.execute.lower_to_fx import stubs
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
 from coop_plan.runtime.source_lines import SourceLines, source_lines_of
-from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed, copy_of
+from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed, copy_of, is_tangent
 from coop_plan.runtime.torch_internals.tracing import without_modes
 from coop_plan.runtime.variants.passes import VARIANT_PASSES
 from coop_plan.runtime.whole_iteration.graph import (
@@ -100,6 +100,7 @@ class TrainIteration:
         self._pools = arena_pools_of(options)
         self._state = call_state(self)
         self._iterations = 0
+        self._batches = 0
 
         def losses(*batches: Any) -> list[torch.Tensor]:
             return [loss_fn(batch) for batch in batches]
@@ -117,7 +118,7 @@ class TrainIteration:
             raise RuntimeRefusalError("train_iteration needs a micro-batch: iteration(batch)")
         _refuse_ranks()
         self._updates.begin()
-        before = self._iterations
+        before, self._batches = self._iterations, len(batches)
         with torch.enable_grad():
             losses = [_scalar(loss).detach() for loss in self._losses(*batches)]
         if self._iterations == before:
@@ -160,6 +161,12 @@ class TrainIteration:
         if kind not in self._tried:
             try_one_by_one(self._optimizer)
             self._tried.add(kind)
+        trained = sum(map(is_tangent, traced.joint.graph.nodes))
+        if trained < self._batches:
+            raise CaptureError(
+                f"{self._batches - trained} of {self._batches} losses depend on no parameter, or"
+                " are one: each micro-batch of train_iteration needs a loss with a gradient"
+            )
         profiles = {at: self._updates.profile(update) for at, update in updates.items()}
         module = iteration_graph(traced.joint, traced.outputs, profiles, self._clip_norm)
         results = traced.outputs + (self._clip_norm is not None)

@@ -157,6 +157,12 @@ class Updates:
                 " of the first: make all of them at once, or use train_step"
             )
         (made, first_workspace), (allocations, workspace) = found[0], found[-1]
+        replaced = sum(allocation.bytes for allocation in allocations if allocation.output == -2)
+        if replaced > SCRATCH_ALIGNMENT:
+            raise RuntimeRefusalError(
+                f"{self.name} replaces the memory of its states ({replaced} bytes an update):"
+                " train_iteration needs an optimizer that updates states in place"
+            )
         slots = slots_alone(allocations, workspace, alignment)
         cost = time_op(run, slots, like.device.index if cuda else None)
         states = sum(allocation.bytes for allocation in made if allocation.output == -2)
