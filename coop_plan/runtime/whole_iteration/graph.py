@@ -181,7 +181,7 @@ class _Builder:
         return self._placed[node]
 
     def _then(self, value: fx.Node, rank: int | None) -> fx.Node:
-        """What the backward of a micro-batch reads: running statistics as they are then.
+        """Value that the backward of a micro-batch reads: running statistics as they are then.
 
         The joint graph has those of the last micro-batch, since autograd saves the buffers.
         """

@@ -31,8 +31,8 @@ from coop_plan.runtime.whole_iteration.graph import (
     in_loop_order,
     iteration_graph,
 )
+from coop_plan.runtime.whole_iteration.independence import check_independent, independence_key
 from coop_plan.runtime.whole_iteration.planned_iteration import PlannedIteration
-from coop_plan.runtime.whole_iteration.trial import trial_key, try_one_by_one
 from coop_plan.runtime.whole_iteration.updates import ParameterUpdate, Updates
 
 
@@ -94,7 +94,7 @@ class TrainIteration:
         self.grad_norm: torch.Tensor | None = None
         self._optimizer = optimizer
         self._updates = Updates(optimizer)
-        self._tried: set[Hashable] = set()
+        self._checked: set[Hashable] = set()
         self._options = options
         self._clip_norm = clip_norm
         self._pools = arena_pools_of(options)
@@ -157,10 +157,10 @@ class TrainIteration:
     def _planned(self, traced: "_Traced", updates: dict[int, ParameterUpdate]) -> PlannedIteration:
         """Profile and plan a traced iteration."""
         began = time.perf_counter()
-        kind = trial_key(self._optimizer)
-        if kind not in self._tried:
-            try_one_by_one(self._optimizer)
-            self._tried.add(kind)
+        kind = independence_key(self._optimizer)
+        if kind not in self._checked:
+            check_independent(self._optimizer)
+            self._checked.add(kind)
         trained = sum(map(is_tangent, traced.joint.graph.nodes))
         if trained < self._batches:
             raise CaptureError(

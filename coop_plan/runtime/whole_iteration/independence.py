@@ -1,6 +1,6 @@
-"""Trial of an optimizer on small parameters: its step against its updates one by one.
+"""Check of an optimizer on small parameters: its step against its updates one by one.
 
-`train_iteration` updates each parameter alone, then calls the step without gradients. The trial
+`train_iteration` updates each parameter alone, then calls the step without gradients. The check
 does so on copies of the optimizer's groups and attributes, and compares all that a step may change.
 """
 
@@ -21,14 +21,14 @@ SHAPE = (4, 4)
 STEPS = 3
 
 
-def trial_key(optimizer: Optimizer) -> Hashable:
-    """Key of optimizers for which one trial is enough."""
+def independence_key(optimizer: Optimizer) -> Hashable:
+    """Key of optimizers for which one check is enough."""
     return tuple(
         (repr(_options(group)), tuple(map(repr, _kinds(group)))) for group in optimizer.param_groups
     )
 
 
-def try_one_by_one(optimizer: Optimizer) -> None:
+def check_independent(optimizer: Optimizer) -> None:
     """Check that the optimizer's step equals its updates one by one.
 
     Raises:
