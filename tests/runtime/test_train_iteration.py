@@ -277,11 +277,210 @@ def test_an_optimizer_may_change_the_gradient(monkeypatch):
     assert all(op.inputs[0] in op.mutates for op in updated)
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in `place`: a group, itself, or objects that all parameters share."""
+
+    def __init__(self, groups, place):
+        super().__init__(groups, {"lr": 0.1, "steps": 0})
+        self.place, self.steps, self.shared = place, 0, {"steps": 0}
+        self.total = torch.zeros(())
+
+    def count(self, group):
+        if self.place == "group":
+            group["steps"] += 1
+        elif self.place == "self":
+            self.steps += 1
+        elif self.place == "dict":
+            self.shared["steps"] += 1
+        elif self.place == "state":
+            self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
+        elif self.place == "tensor":
+            self.total += 1
+        return max(group["steps"], self.steps, self.shared["steps"], self.total.item(), 1)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            number = self.count(group)
+            for parameter in group["params"]:
+                if self.place == "each":
+                    state = self.state[parameter]
+                    number = state["steps"] = state.get("steps", 0) + 1
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / number)
+                    if self.place == "adapted":
+                        group["lr"] /= 1 + parameter.grad.norm().item()
+
+
+class Late(torch.optim.Optimizer):
+    """Makes its state in the second step."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                if "step" in state:
+                    state.setdefault("last", torch.zeros_like(parameter)).copy_(parameter.grad)
+                state["step"] = state.get("step", 0) + 1
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+
+class Replacing(torch.optim.Optimizer):
+    """Computes its states out of place."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["mean"] = 0.9 * state.get("mean", 0.0) + parameter.grad
+                parameter.sub_(state["mean"], alpha=0.1)
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Updates by another optimizer."""
+
+    def __init__(self, parameters):
+        self.inner = torch.optim.SGD(parameters, 0.1, momentum=0.9)
+        super().__init__(self.inner.param_groups, {})
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+def in_groups(model):
+    return [{"params": [*model.blocks.parameters()]}, {"params": [*model.norm.parameters()]}]
+
+
+def test_steps_may_be_counted_in_a_group(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "counting", lambda p: Counting(p, "group"))
+    compared("counting", "100%", 2, 0.05)
+
+
+@pytest.mark.parametrize("place", ["self", "dict", "state", "tensor", "each", "adapted"])
+def test_steps_that_are_counted_for_all_parameters_are_refused(place):
+    model = Net()
+    optimizer = Counting(in_groups(model), place)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), optimizer.shared))
+    with pytest.raises(runtime.RuntimeRefusalError, match="share the count"):
+        step_of(model, optimizer)(*batches_of(0, 1))
+    assert optimizer.total == optimizer.steps == 0
+    after = (model.state_dict(), optimizer.state_dict(), optimizer.shared)
+    assert equal(before[0].values(), after[0].values())
+    assert before[1:] == after[1:]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("kind", ["batch", "parameter"])
+def test_each_loss_needs_a_gradient(kind, at):
+    model = nn.Linear(4, 4)
+    scale = nn.Parameter(torch.ones(()))
+    other = (lambda x: x.sum()) if kind == "batch" else (lambda _: scale)
+    optimizer = torch.optim.SGD([*model.parameters(), scale], 0.1)
+    iteration = coop_plan.train_iteration(
+        lambda batch: other(batch[1]) if batch[0] == at else (model(batch[1]) * scale).sum(),
+        optimizer,
+        "100%",
+        method="coop",
+    )
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(runtime.CaptureError, match="1 of 2 losses"):
+        iteration(*((i, torch.randn(2, 4)) for i in range(2)))
+    assert equal(before, [*model.parameters()])
+
+
+def test_hooks_before_the_step_are_refused():
+    model = Net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    iteration, calls = step_of(model, optimizer), []
+    handle = optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    with pytest.raises(runtime.RuntimeRefusalError, match="pre-hook"):
+        iteration(*batches_of(0, 1))
+    handle.remove()
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    iteration(*batches_of(0, 1))
+    assert calls == ["after"]
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "batch"])
+def test_memory_that_a_parameter_shares_is_refused(kind):
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Parameter(torch.rand(4, 4))
+            rest = self.first.detach()[1:]
+            self.rest = nn.Parameter(rest) if kind == "parameter" else nn.Buffer(rest)
+
+        def forward(self, x):
+            return (self.rest if kind != "batch" else x) @ self.first
+
+    model = Shared()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    iteration = coop_plan.train_iteration(
+        lambda x: model(x).tanh().sum(), optimizer, "100%", method="coop"
+    )
+    with pytest.raises(runtime.RuntimeRefusalError, match="share memory"):
+        iteration(model.first.detach()[1:])
+    assert equal(before, [*model.parameters()])
+
+
+def test_parameters_groups_and_options_are_those_of_the_call():
+    """One trace serves two models; groups change their order, options become used, a group goes."""
+
+    def trained(made):
+        torch.manual_seed(0)
+        model = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        groups = [{"params": [*m.parameters()], "lr": 0.1 + 0.2 * i} for i, m in enumerate(model)]
+        optimizer = torch.optim.SGD(groups)
+        model.used = model[0]
+        call = made(lambda x: model.used(x).square().mean(), optimizer)
+        found = []
+        for step in range(6):
+            model.used = model[step % 2]
+            if step == 2:
+                optimizer.param_groups.reverse()
+            if step == 4:
+                for group in optimizer.param_groups:
+                    group.update(momentum=0.9, weight_decay=0.1)
+            found.append(call(torch.randn(8, WIDTH)))
+            found += [p.detach().clone() for p in model.parameters()]
+            assert all(
+                report.measured_peak_bytes <= report.budget_bytes for report in coop_plan.reports()
+            )
+        return found, call, model, optimizer
+
+    def loop(loss, optimizer):
+        return lambda batch: eager(loss, optimizer, [batch], None)[0][0]
+
+    def planned(loss, optimizer):
+        return coop_plan.train_iteration(loss, optimizer, "100%", method="coop")
+
+    runtime.clear_reports()
+    found, call, model, optimizer = trained(planned)
+    assert equal(found, trained(loop)[0])
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.param_groups = [g for g in optimizer.param_groups if g["lr"] == 0.1]
+    with pytest.raises(runtime.CaptureError, match="in no group"):
+        call(torch.randn(8, WIDTH))
+    assert equal(before, [*model.parameters()])
+
+
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [
         (Coupled, "by the others' gradients"),
         (Keeping, "keeps a gradient"),
+        (Late, "after its first update"),
+        (Replacing, "replaces the memory of its states"),
+        (Wrapping, "wraps an optimizer"),
         (torch.optim.LBFGS, "LBFGS cannot update one parameter at a time"),
     ],
 )

@@ -23,9 +23,11 @@ from coop_plan.runtime.op_profile import BYTES_PER_US, OpProfile, UpdateProfile
 from coop_plan.runtime.torch_internals.fakes import FakeTensor
 from coop_plan.runtime.torch_internals.joint_graphs import is_primal, is_tangent
 from coop_plan.runtime.torch_internals.ops import (
+    UNTAGGED_VIEWS,
     OpOverload,
     argument_names,
     is_mutable,
+    is_view_op,
     negative_view,
     return_count,
     storage_key,
@@ -338,6 +340,17 @@ def write_input(invocation: Any, value: torch.Tensor, buffer: torch.Tensor) -> t
     """Graph op: `invocation` writes a buffer's new value; returns the buffer."""
     written: torch.Tensor = invocation.write_input(value, buffer)
     return written
+
+
+def is_view(node: fx.Node) -> bool:
+    """True if an op returns views of an argument, or one of the views."""
+    if node.op != "call_function":
+        return False
+    if node.target is GETITEM:
+        parent = node.args[0]
+        assert isinstance(parent, fx.Node)
+        return is_view(parent)
+    return node.target in UNTAGGED_VIEWS or is_view_op(node.target)
 
 
 def is_check(node: fx.Node) -> bool:

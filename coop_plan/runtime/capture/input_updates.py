@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.runtime.capture.graph_builder import GETITEM, SNAPSHOT, UNREAD, write_input
-from coop_plan.runtime.fused.ops import is_view
+from coop_plan.runtime.capture.graph_builder import GETITEM, SNAPSHOT, UNREAD, is_view, write_input
 from coop_plan.runtime.torch_internals.joint_graphs import (
     InputMutationAOTOutput,
     is_primal,

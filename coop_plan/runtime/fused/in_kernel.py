@@ -9,14 +9,8 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from coop_plan.runtime.fused.ops import (
-    bytes_of,
-    is_creation,
-    is_fusible,
-    is_pointwise,
-    is_view,
-    storage_of,
-)
+from coop_plan.runtime.capture.graph_builder import is_view
+from coop_plan.runtime.fused.ops import bytes_of, is_creation, is_fusible, is_pointwise, storage_of
 from coop_plan.runtime.torch_internals.joint_graphs import CHECKPOINT_KEYS
 
 MOST_OPS = 24

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from coop_plan.runtime.fused.ops import GETITEM, is_fusible
+from coop_plan.runtime.capture.graph_builder import GETITEM
+from coop_plan.runtime.fused.ops import is_fusible
 from coop_plan.runtime.torch_internals.inductor import NORMS, decomposed
 
 

@@ -1,34 +1,21 @@
 """Ops that a region may contain, and the storages that values of a joint graph share."""
 
-import operator
-
 import torch
 from torch import fx
 
+from coop_plan.runtime.capture.graph_builder import GETITEM, is_view
 from coop_plan.runtime.torch_internals.inductor import (
     CREATIONS,
     MOVES,
     REDUCTIONS,
     UNTAGGED_POINTWISE,
-    UNTAGGED_VIEWS,
 )
-from coop_plan.runtime.torch_internals.ops import OpOverload, is_mutable, is_view_op, tree_flatten
-
-GETITEM = operator.getitem
+from coop_plan.runtime.torch_internals.ops import OpOverload, is_mutable, tree_flatten
 
 _DTYPES = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 }
-
-
-def is_view(node: fx.Node) -> bool:
-    """True if an op returns views of an argument, or one of the views."""
-    if node.op != "call_function":
-        return False
-    if node.target is GETITEM:
-        return is_view(_first(node))
-    return node.target in UNTAGGED_VIEWS or is_view_op(node.target)
 
 
 def storage_of(node: fx.Node) -> fx.Node:

@@ -15,22 +15,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.runtime.capture.graph_builder import OP_MAKER
+from coop_plan.runtime.capture.graph_builder import GETITEM, OP_MAKER, is_view
 from coop_plan.runtime.capture.joint_graph import forward_nodes, keeps_program_order
 from coop_plan.runtime.fused.clusters import clusters_of
 from coop_plan.runtime.fused.compiled import compiled_op
 from coop_plan.runtime.fused.in_kernel import recompute_in_kernels
 from coop_plan.runtime.fused.norms import decompose_norms
-from coop_plan.runtime.fused.ops import (
-    GETITEM,
-    is_creation,
-    is_fusible,
-    is_view,
-    producer_of,
-)
-from coop_plan.runtime.torch_internals.inductor import UNTAGGED_VIEWS
+from coop_plan.runtime.fused.ops import is_creation, is_fusible, producer_of
 from coop_plan.runtime.torch_internals.joint_graphs import checkpoint_of
-from coop_plan.runtime.torch_internals.ops import OpOverload
+from coop_plan.runtime.torch_internals.ops import UNTAGGED_VIEWS, OpOverload
 
 MakeOp = Callable[[fx.Graph, Sequence[torch.Tensor]], OpOverload]
 """Makes the op of a region: its graph, fake inputs (`fused.compiled`)."""

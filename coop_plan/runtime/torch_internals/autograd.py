@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from coop_plan.runtime.torch_internals.dynamo_graphs import leaves_of
 
@@ -74,6 +75,12 @@ def all_leaves_have_only_post_hooks(gm: fx.GraphModule) -> bool:
 def has_gradient_hooks(leaf: torch.Tensor) -> bool:
     """True if a leaf has Python hooks, before or after accumulation."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """True if functions run before an optimizer's step, its own or those of all optimizers."""
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    return bool(own or _global_optimizer_pre_hooks)
 
 
 def accumulate_node(leaf: torch.Tensor) -> Any:

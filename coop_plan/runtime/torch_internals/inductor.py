@@ -20,9 +20,6 @@ compiler_config: Any = torch.compiler.config
 _aten = torch.ops.aten
 _prims = torch.ops.prims
 
-UNTAGGED_VIEWS = {_aten.view.default, _aten._unsafe_view.default}
-"""Ops that return a view, also if their schema does not say so. `view` may become `reshape`."""
-
 REDUCTIONS = {
     *(_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.var, _aten.var_mean, _aten.any),
     *(_aten.all, _aten.argmax, _aten.logsumexp, _aten.linalg_vector_norm),

@@ -163,6 +163,11 @@ TENSOR_ITEM: Any = torch.ops.aten._local_scalar_dense.default
 LOG_SOFTMAX_BACKWARD: Any = torch.ops.aten._log_softmax_backward_data.default
 """The gradient of `log_softmax`, also within `cross_entropy`."""
 
+UNTAGGED_VIEWS: frozenset[Any] = frozenset(
+    {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+)
+"""Ops that return a view, also if their schema does not say so. `view` may become `reshape`."""
+
 BATCH_NORMS: dict[Any, tuple[int | None, int]] = {
     torch.ops.aten._native_batch_norm_legit_functional.default: (5, 3),
     torch.ops.aten._batch_norm_with_update_functional.default: (None, 4),

@@ -1,7 +1,7 @@
 """`train_iteration`: compiles a whole iteration, from the forward to the optimizer's updates."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from coop_plan.runtime.capture.joint_graph import capture_joint
 from coop_plan.runtime.capture.tracing_rules import as_eager
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.dynamic_shapes.specialize import call_state, keep_recompiling
-from coop_plan.runtime.errors import OptionsError, RuntimeRefusalError
+from coop_plan.runtime.errors import CaptureError, OptionsError, RuntimeRefusalError
 from coop_plan.runtime.execute.arena_pool import arena_pools_of
 from coop_plan.runtime.execute.budget_check import warn_of_profiling
 from coop_plan.runtime.execute.first_plan import Planner
@@ -22,7 +22,7 @@ from coop_plan.runtime.execute.lower_to_fx import stubs
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
 from coop_plan.runtime.source_lines import SourceLines, source_lines_of
-from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed, copy_of
+from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed, copy_of, is_tangent
 from coop_plan.runtime.torch_internals.tracing import without_modes
 from coop_plan.runtime.variants.passes import VARIANT_PASSES
 from coop_plan.runtime.whole_iteration.graph import (
@@ -31,8 +31,9 @@ from coop_plan.runtime.whole_iteration.graph import (
     in_loop_order,
     iteration_graph,
 )
+from coop_plan.runtime.whole_iteration.independence import check_independent, independence_key
 from coop_plan.runtime.whole_iteration.planned_iteration import PlannedIteration
-from coop_plan.runtime.whole_iteration.updates import Updates
+from coop_plan.runtime.whole_iteration.updates import ParameterUpdate, Updates
 
 
 def train_iteration(
@@ -91,12 +92,15 @@ class TrainIteration:
         clip_norm: float | None,
     ) -> None:
         self.grad_norm: torch.Tensor | None = None
+        self._optimizer = optimizer
         self._updates = Updates(optimizer)
+        self._checked: set[Hashable] = set()
         self._options = options
         self._clip_norm = clip_norm
         self._pools = arena_pools_of(options)
         self._state = call_state(self)
         self._iterations = 0
+        self._batches = 0
 
         def losses(*batches: Any) -> list[torch.Tensor]:
             return [loss_fn(batch) for batch in batches]
@@ -114,7 +118,7 @@ class TrainIteration:
             raise RuntimeRefusalError("train_iteration needs a micro-batch: iteration(batch)")
         _refuse_ranks()
         self._updates.begin()
-        before = self._iterations
+        before, self._batches = self._iterations, len(batches)
         with torch.enable_grad():
             losses = [_scalar(loss).detach() for loss in self._losses(*batches)]
         if self._iterations == before:
@@ -139,13 +143,30 @@ class TrainIteration:
             compiled: Callable[..., Any] = backend(gm, examples)
         return compiled
 
-    def planned(self, traced: "_Traced", inputs: Sequence[Any]) -> PlannedIteration:
-        """Profile and plan a traced iteration for the parameters among its inputs."""
+    def plan_of(self, traced: "_Traced", inputs: Sequence[Any]) -> PlannedIteration:
+        """The plan of a traced iteration for the parameters among its inputs.
+
+        One trace serves other parameters of equal shapes, too, and other groups.
+        """
+        updates = self._updates.among(inputs)
+        key = self._updates.key(updates)
+        if key not in traced.plans:
+            traced.plans[key] = self._planned(traced, updates)
+        return traced.plans[key]
+
+    def _planned(self, traced: "_Traced", updates: dict[int, ParameterUpdate]) -> PlannedIteration:
+        """Profile and plan a traced iteration."""
         began = time.perf_counter()
-        by_parameter = self._updates.by_parameter()
-        positions = {id(value): i for i, value in enumerate(inputs)}
-        ordered = [positions[key] for key in by_parameter if key in positions]
-        updates = {at: by_parameter[id(inputs[at])] for at in ordered}
+        kind = independence_key(self._optimizer)
+        if kind not in self._checked:
+            check_independent(self._optimizer)
+            self._checked.add(kind)
+        trained = sum(map(is_tangent, traced.joint.graph.nodes))
+        if trained < self._batches:
+            raise CaptureError(
+                f"{self._batches - trained} of {self._batches} losses depend on no parameter, or"
+                " are one: each micro-batch of train_iteration needs a loss with a gradient"
+            )
         profiles = {at: self._updates.profile(update) for at, update in updates.items()}
         module = iteration_graph(traced.joint, traced.outputs, profiles, self._clip_norm)
         results = traced.outputs + (self._clip_norm is not None)
@@ -187,15 +208,15 @@ class TrainIteration:
 
 
 class _Traced:
-    """A joint graph of losses, planned and run as an iteration at its first call."""
+    """A joint graph of losses, planned and run as an iteration."""
 
     def __init__(self, owner: TrainIteration, lines: SourceLines) -> None:
         self.lines = lines
         self.joint: fx.GraphModule
         self.outputs = 0
         self.static: Sequence[int] = ()
+        self.plans: dict[Hashable, PlannedIteration] = {}
         self._owner = owner
-        self._planned: PlannedIteration | None = None
 
     def partition(
         self,
@@ -217,9 +238,7 @@ class _Traced:
         inputs = list(args)
         args.clear()
         with without_modes():  # AOTAutograd watches the first call by one
-            if self._planned is None:
-                self._planned = self._owner.planned(self, inputs)
-            results = self._planned.run(inputs)
+            results = self._owner.plan_of(self, inputs).run(inputs)
         self._owner.note(results[self.outputs] if len(results) > self.outputs else None)
         return (*results[: self.outputs], torch.zeros(()))
 

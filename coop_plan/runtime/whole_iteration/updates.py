@@ -6,7 +6,7 @@ allocates, are residents.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,11 @@ from coop_plan.runtime.device.build import arena as extension
 from coop_plan.runtime.errors import RuntimeRefusalError
 from coop_plan.runtime.op_profile import OpProfile, UpdateProfile
 from coop_plan.runtime.options import CUDA_ALIGNMENT
-from coop_plan.runtime.torch_internals.autograd import has_gradient_hooks
+from coop_plan.runtime.torch_internals.autograd import has_gradient_hooks, has_step_pre_hooks
 from coop_plan.runtime.torch_internals.fakes import real_mode
 from coop_plan.runtime.torch_internals.ops import storage_key, tree_flatten
 
-TRIAL_SHAPE = (4, 4)
-"""Shape of the parameters by which an optimizer is tried."""
-
-TRIAL_STEPS = 3
+MEASURED_STEPS = 3
 
 GRADIENT = 0.25
 """Elements of the gradient by which an update is measured."""
@@ -47,7 +44,7 @@ class ParameterUpdate:
     def __call__(self, gradient: torch.Tensor) -> None:
         """Update the parameter by its gradient, which is not kept."""
         group = self._optimizer.param_groups[self.group]
-        _update(self._optimizer, group, [self.parameter], [gradient], self._optimizer.state)
+        run_update(self._optimizer, group, [self.parameter], [gradient], self._optimizer.state)
 
 
 class Updates:
@@ -57,7 +54,6 @@ class Updates:
         self.profiling_bytes = 0
         """Most bytes that a measurement took."""
         self._optimizer = optimizer
-        self._tried: set[tuple[object, ...]] = set()
         self._profiles: dict[object, UpdateProfile] = {}
 
     @property
@@ -74,8 +70,14 @@ class Updates:
         """Begin an iteration: no parameter has a gradient.
 
         Raises:
-            RuntimeRefusalError: a parameter has a hook, which would not run.
+            RuntimeRefusalError: a parameter has a hook, which would not run, or the optimizer's
+                step has one, which would run after the updates.
         """
+        if has_step_pre_hooks(self._optimizer):
+            raise RuntimeRefusalError(
+                f"a step pre-hook of {self.name} would run after the updates of train_iteration:"
+                " remove it and call it before the iteration, or use train_step"
+            )
         for parameter in self.parameters:
             if has_gradient_hooks(parameter):
                 raise RuntimeRefusalError(
@@ -89,18 +91,27 @@ class Updates:
         """Run the optimizer's step without gradients: its hooks and schedulers count it."""
         self._optimizer.step()
 
-    def by_parameter(self) -> dict[int, ParameterUpdate]:
-        """The update of each parameter, by its `id`.
+    def among(self, inputs: Sequence[Any]) -> dict[int, ParameterUpdate]:
+        """The updates of the parameters among a graph's inputs, by position, in optimizer order.
 
         Raises:
-            RuntimeRefusalError: the optimizer cannot update one parameter at a time.
+            RuntimeRefusalError: another input has memory of an updated parameter.
         """
+        positions = {id(value): i for i, value in enumerate(inputs)}
         found = {}
         for number, group in enumerate(self._optimizer.param_groups):
-            self._try(group)
             for parameter in group["params"]:
-                found[id(parameter)] = ParameterUpdate(self._optimizer, number, parameter)
+                if (at := positions.get(id(parameter))) is not None and parameter.requires_grad:
+                    found[at] = ParameterUpdate(self._optimizer, number, parameter)
+        _refuse_shared_memory(inputs, found)
         return found
+
+    def key(self, updates: Mapping[int, ParameterUpdate]) -> Hashable:
+        """Key of updates with equal memory: parameters, their groups, options that are not 0."""
+        groups = self._optimizer.param_groups
+        used = {update.group: _kind_of_options(groups[update.group]) for update in updates.values()}
+        parts = ((at, id(update.parameter), update.group) for at, update in updates.items())
+        return (*parts, *used.items())
 
     def profile(self, update: ParameterUpdate) -> UpdateProfile:
         """Memory and time of an update, measured on a parameter of equal layout and new states."""
@@ -122,10 +133,10 @@ class Updates:
         place, ext = parameter.data_ptr(), extension()
 
         def run() -> None:
-            _update(self._optimizer, group, [parameter], [gradient], state)
+            run_update(self._optimizer, group, [parameter], [gradient], state)
 
-        found, changes_gradient = [], False
-        for _ in range(TRIAL_STEPS):
+        found, kept_bytes, changes_gradient = [], [], False
+        for _ in range(MEASURED_STEPS):
             ext.record_begin(cuda)
             try:
                 run()
@@ -133,13 +144,25 @@ class Updates:
                 events = ext.record_end()
             found.append(summarize_events(events, [], [], self.name, alignment)[1:])
             changes_gradient |= not bool((gradient == GRADIENT).all())
-        kept = [v for v in tree_flatten([*state.values()])[0] if isinstance(v, torch.Tensor)]
+            kept = [v for v in tree_flatten([*state.values()])[0] if isinstance(v, torch.Tensor)]
+            kept_bytes.append(sum(v.untyped_storage().nbytes() for v in kept))
         if parameter.data_ptr() != place or storage_key(gradient) in map(storage_key, kept):
             raise RuntimeRefusalError(
                 f"{self.name} keeps a gradient or replaces a parameter's memory: train_iteration"
                 " needs an optimizer that updates parameters in place"
             )
+        if max(kept_bytes) > kept_bytes[0]:
+            raise RuntimeRefusalError(
+                f"{self.name} makes states after its first update, and train_iteration plans those"
+                " of the first: make all of them at once, or use train_step"
+            )
         (made, first_workspace), (allocations, workspace) = found[0], found[-1]
+        replaced = sum(allocation.bytes for allocation in allocations if allocation.output == -2)
+        if replaced > SCRATCH_ALIGNMENT:
+            raise RuntimeRefusalError(
+                f"{self.name} replaces the memory of its states ({replaced} bytes an update):"
+                " train_iteration needs an optimizer that updates states in place"
+            )
         slots = slots_alone(allocations, workspace, alignment)
         cost = time_op(run, slots, like.device.index if cuda else None)
         states = sum(allocation.bytes for allocation in made if allocation.output == -2)
@@ -152,46 +175,49 @@ class Updates:
             changes_gradient,
         )
 
-    def _try(self, group: dict[str, Any]) -> None:
-        """Check on small parameters that updates one by one equal those of all together."""
-        options = {name: value for name, value in group.items() if name != "params"}
-        kinds = {(p.dtype, p.device) for p in group["params"]}
-        for dtype, device in kinds:
-            key = (repr(options), dtype, device)
-            if key in self._tried:
-                continue
-            together, apart = (self._trial(group, dtype, device, one) for one in (False, True))
-            if not all(map(torch.equal, together, apart)):
-                raise RuntimeRefusalError(
-                    f"{self.name} updates a parameter by the others' gradients, too:"
-                    " train_iteration needs an optimizer whose updates are independent; use"
-                    " train_step"
-                )
-            self._tried.add(key)
 
-    def _trial(
-        self, group: dict[str, Any], dtype: torch.dtype, device: torch.device, one_by_one: bool
-    ) -> list[torch.Tensor]:
-        numbers = torch.arange(16, device=device).reshape(TRIAL_SHAPE).div(16).to(dtype)
-        parameters = [torch.nn.Parameter(numbers + shift) for shift in (0.5, 1.0)]
-        state: Any = defaultdict(dict)
-        try:
-            for step in range(TRIAL_STEPS):
-                gradients = [(numbers - shift) * (step + 1) for shift in (0.25, 2.0)]
-                pairs = [*zip(parameters, gradients, strict=True)]
-                for part in [[pair] for pair in pairs] if one_by_one else [pairs]:
-                    given, own = [p for p, _ in part], [g for _, g in part]
-                    _update(self._optimizer, group, given, own, state)
-        except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
-            reason = str(error).strip().splitlines()[:1]
+def _refuse_shared_memory(inputs: Sequence[Any], updated: Mapping[int, Any]) -> None:
+    """Refuse inputs with memory of an updated parameter: they would be read after its update."""
+    spans = []
+    for at, value in enumerate(inputs):
+        if isinstance(value, torch.Tensor) and value.numel():
+            steps = zip(value.shape, value.stride(), strict=True)
+            size = (sum((n - 1) * by for n, by in steps) + 1) * value.element_size()
+            spans.append((value.data_ptr(), value.data_ptr() + size, at))
+    furthest = furthest_updated = (0, -1)
+    for begin, stop, at in sorted(spans):
+        end, other = furthest if at in updated else furthest_updated
+        if begin < end:
             raise RuntimeRefusalError(
-                f"{self.name} cannot update one parameter at a time, as train_iteration needs"
-                f" ({type(error).__name__}: {''.join(reason)}): use train_step"
-            ) from None
-        return [parameter.detach() for parameter in parameters]
+                f"tensors of shapes {tuple(inputs[other].shape)} and {tuple(inputs[at].shape)}"
+                " share memory, and train_iteration would update one before the other is read:"
+                " clone one, make them one parameter, or use train_step"
+            )
+        furthest = max(furthest, (stop, at))
+        if at in updated:
+            furthest_updated = max(furthest_updated, (stop, at))
 
 
-def _update(
+def _kind_of_options(group: dict[str, Any]) -> Hashable:
+    """Options of a group that choose the ops of an update, and so its memory.
+
+    Of a float, whether it is 0. Learning rates and integers, which count steps, choose none.
+    """
+    names = [name for name in group if name not in ("params", "lr", "initial_lr")]
+    return tuple((name, _kind_of(group[name])) for name in names)
+
+
+def _kind_of(option: Any) -> Hashable:
+    if option is None or isinstance(option, bool | str):
+        return option
+    if isinstance(option, float):
+        return option != 0
+    if isinstance(option, tuple | list):
+        return tuple(map(_kind_of, option))
+    return type(option).__name__
+
+
+def run_update(
     optimizer: Optimizer,
     group: dict[str, Any],
     parameters: Sequence[Any],
@@ -208,13 +234,13 @@ def _update(
         parameter.grad = gradient
     try:
         with torch.no_grad():
-            _own_step(type(optimizer))(part)
+            own_step(type(optimizer))(part)
     finally:
         for parameter in parameters:
             parameter.grad = None
 
 
-def _own_step(kind: type[Optimizer]) -> Callable[[Any], Any]:
+def own_step(kind: type[Optimizer]) -> Callable[[Any], Any]:
     """A class's step without the hooks of `Optimizer`, which belong to a whole step."""
     step: Any = kind.step
     own: Callable[[Any], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
