@@ -21,7 +21,6 @@ from coop_plan.planner.heuristic.hill_climb import run_hill_climbs
 from coop_plan.planner.heuristic.params import DEFAULTS, CoopOfflineParams
 from coop_plan.planner.heuristic.portfolio import Portfolio
 from coop_plan.planner.heuristic.weight_annealing import WeightAnnealing, interval_classes
-from coop_plan.planner.keep_all import SMALL_PROBLEM_OPS
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.online.methods import run_coop
 from coop_plan.planner.online.run import CostLimitError, OnlineRun
@@ -57,10 +56,9 @@ class CoopOffline:
         portfolio, request = self.portfolio, self.request
         self._offer_start()
         self._offer_larger()
+        portfolio.sweep()
         # With a start, the search from there counts most.
         started = request.larger is not None
-        if not started or portfolio.best.found is None:
-            portfolio.sweep()
         if portfolio.best.found is None:
             portfolio.place_unplaced(1 if started else None)
         if portfolio.best.found is None and self._has_link:
@@ -109,7 +107,7 @@ class CoopOffline:
             annealing = self.params.sequence_annealing
             divisor = self.params.start_divisor * max(1, ops.size // self.problem.op_count)
             annealing = replace(annealing, fixed_steps=annealing.fixed_steps // divisor)
-            portfolio.params = replace(portfolio.params, sequence_annealing=annealing)
+            portfolio.params = replace(self.params, sequence_annealing=annealing)
         SequenceAnnealing(portfolio, ops).run_fixed_length()
 
     def _offer_start(self) -> None:
@@ -152,9 +150,6 @@ class CoopOffline:
             ops = to_sequence(start.schedule)
         else:
             ops = np.arange(self.problem.op_count) if run is None else run.run.ops
-        if self.problem.op_count <= SMALL_PROBLEM_OPS:
-            moves = replace(self.params.moves, max_repairs=self.params.tight_repairs)
-            portfolio.params = replace(self.params, moves=moves)
         SequenceAnnealing(portfolio, ops).find_feasible()
 
     @cached_property
