@@ -264,6 +264,23 @@ def test_a_machine_without_a_compiler_runs_eager_kernels(monkeypatch, caplog, tm
     assert all(map(torch.equal, seen, train(model, x)))
 
 
+def test_a_region_may_read_nothing(caplog):
+    """Positions, from which a matrix is made that a product reads."""
+    weight = torch.randn(32, 32, requires_grad=True)
+
+    def step(x):
+        wave = torch.arange(32, dtype=torch.float32).sin().mul(2).exp()
+        return (x @ (wave[:, None] * wave[None]) @ weight).tanh().square().mean()
+
+    options = {"budget": "100%", "kernels": "fused"}
+    x = torch.randn(16, 32)
+    torch.compile(step, backend="coop", options=options)(x).backward()
+    found, weight.grad = weight.grad, None
+    step(x).backward()
+    torch.testing.assert_close(found, weight.grad, rtol=1e-4, atol=1e-5)
+    assert not [r for r in caplog.records if "runs eager kernels" in r.getMessage()]
+
+
 def test_a_version_whose_inductor_rounds_otherwise_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.12.1")
     with pytest.raises(runtime.OptionsError, match=r"needs PyTorch 2\.13"):

@@ -7,7 +7,6 @@ equal on all ranks and machines. The overload of the op that runs is a digest of
 import hashlib
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -16,7 +15,11 @@ from coop_plan.runtime.capture.custom_ops import BOXED_KERNELS, define_op
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.torch_internals.fakes import Layout
-from coop_plan.runtime.torch_internals.inductor import compile_graph, settings_digest
+from coop_plan.runtime.torch_internals.inductor import (
+    compile_graph,
+    device_of_results,
+    settings_digest,
+)
 from coop_plan.runtime.torch_internals.inductor_scheduler import Scheduled, scheduled
 from coop_plan.runtime.torch_internals.ops import OpOverload
 from coop_plan.schemas.graph import FUSED_NAME
@@ -40,9 +43,8 @@ def compiled_op(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> OpOverload:
     Raises:
         CaptureError: Inductor cannot compile the region, as without a compiler.
     """
-    results: Any = next(iter(reversed(graph.nodes))).args[0]
     name = f"{_name(graph, inputs)}.on_{settings_digest()}"
-    device = results[0].meta["val"].device
+    device = device_of_results(graph)
     with _lock:
         if name not in _ops:
             try:
@@ -72,7 +74,7 @@ def modelled_op(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> OpOverload:
                 raise _failure("schedule", error) from error
             op = define_op(name, SCHEMA, _refuse)
             MODELLED[op] = kernels
-            _ops[name] = inputs[0].device, op
+            _ops[name] = device_of_results(graph), op
         return _ops[name][1]
 
 

@@ -117,7 +117,7 @@ class Roofline:
         if region is None:
             cost = self._cost_us(work_of(target, args, kwargs, result))
         else:
-            work = OpWork("memory", 0, region.moved_bytes, inputs[0].dtype)
+            work = OpWork("memory", 0, region.moved_bytes, results[0].dtype)
             cost = max(self._cost_us(work), self.spec.launch_us * region.kernels)
         return OpProfile(cost, outputs, allocations, workspace, 0)
 

@@ -115,6 +115,13 @@ def decomposed(run: Callable[..., Any], examples: Sequence[Any]) -> fx.Graph:
         return _traced(run, examples).graph
 
 
+def device_of_results(graph: fx.Graph) -> torch.device:
+    """The device of a graph's results; a graph of creations has no inputs."""
+    results: Any = next(iter(reversed(graph.nodes))).args[0]
+    device: torch.device = results[0].meta["val"].device
+    return device
+
+
 def compile_graph(graph: fx.Graph, examples: Sequence[torch.Tensor]) -> BoxedKernel:
     """Compile a graph that returns a tuple of tensors, for inputs with the layouts of `examples`.
 
@@ -128,7 +135,7 @@ def compile_graph(graph: fx.Graph, examples: Sequence[torch.Tensor]) -> BoxedKer
     """
     from torch._inductor.compile_fx import compile_fx_inner  # takes a second to import
 
-    with outside_traces(examples[0].device.type) as mode:
+    with outside_traces(device_of_results(graph).type) as mode:
         module, inputs = traced_for_inductor(graph, examples, mode)
         static = range(len(inputs))
         made: Any = compile_fx_inner(module, inputs, static_input_idxs=static, is_inference=True)

@@ -7,7 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from coop_plan.runtime.torch_internals.inductor import outside_traces, traced_for_inductor
+from coop_plan.runtime.torch_internals.inductor import (
+    device_of_results,
+    outside_traces,
+    traced_for_inductor,
+)
 
 MULTIPROCESSORS = 108
 """Multiprocessors of an A100. Inductor splits a reduction with too few results for all of them."""
@@ -39,7 +43,7 @@ def scheduled(graph: fx.Graph, examples: Sequence[torch.Tensor]) -> Scheduled:
     from torch._inductor.virtualized import V
 
     init_backend_registration()
-    device = examples[0].device.type
+    device = device_of_results(graph).type
     with outside_traces(device) as mode, _pretended_gpu(), V.set_fake_mode(mode), DebugContext():
         module, inputs = traced_for_inductor(graph, examples, mode)
         post_grad_passes(module, True)
