@@ -1,0 +1,122 @@
+"""Iterations of a small model, by the loop in eager and by `train_iteration`, compared."""
+
+import torch
+from torch import nn
+
+import coop_plan
+from coop_plan import runtime
+
+WIDTH = 24
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.05),
+    "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, 1e-2, foreach=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-3, momentum=0.5),
+    "radam": lambda p: torch.optim.RAdam(p, 1e-2),
+}
+
+
+class Net(nn.Module):
+    """Norms with running statistics, dropout, a weight that is read twice, one that is not used."""
+
+    def __init__(self, depth=3, drop=0.2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.unused = nn.Linear(2, 2)
+        self.drop = drop
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = nn.functional.dropout(self.norm(block(x)).tanh(), self.drop)
+        return nn.functional.linear(x, self.blocks[0].weight.t())
+
+
+def loss_of(model):
+    def loss(batch):
+        x, y = batch
+        return nn.functional.cross_entropy(model(x), y)
+
+    return loss
+
+
+def batches_of(step, count, rows=32):
+    generator = torch.Generator().manual_seed(step)
+    return [
+        (
+            torch.randn(rows, WIDTH, generator=generator),
+            torch.randint(0, WIDTH, (rows,), generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def eager(loss, optimizer, batches, clip_norm):
+    """The losses and the norm of the loop."""
+    optimizer.zero_grad()
+    losses = []
+    for batch in batches:
+        made = loss(batch)
+        made.backward()
+        losses.append(made.detach())
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = None
+    if clip_norm is not None:
+        norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses, norm
+
+
+def state_of(model, optimizer):
+    """All that an iteration changes."""
+    made = [*model.state_dict().values()]
+    for parameter in model.parameters():
+        made += [v for v in optimizer.state.get(parameter, {}).values() if torch.is_tensor(v)]
+    return made
+
+
+def equal(first, second):
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def compared(optimizer, budget, count, clip_norm, *, steps=3, depth=3, model=Net, **options):
+    """Train by the loop and by iterations; returns the last report."""
+    torch._dynamo.reset()
+    runtime.clear_reports()
+    ours, theirs = model(depth), model(depth)
+    mine, other = (
+        OPTIMIZERS[optimizer](ours.parameters()),
+        OPTIMIZERS[optimizer](theirs.parameters()),
+    )
+    mine_lr = torch.optim.lr_scheduler.ExponentialLR(mine, 0.7)
+    other_lr = torch.optim.lr_scheduler.ExponentialLR(other, 0.7)
+    given = {"method": "coop"} | options
+    iteration = coop_plan.train_iteration(loss_of(ours), mine, budget, clip_norm=clip_norm, **given)
+    for step in range(steps):
+        batches = batches_of(step, count)
+        torch.manual_seed(step)
+        losses, norm = eager(loss_of(theirs), other, batches, clip_norm)
+        torch.manual_seed(step)
+        made = iteration(*batches)
+        assert equal(made if count > 1 else [made], losses)
+        assert equal(state_of(ours, mine), state_of(theirs, other))
+        assert clip_norm is None or torch.equal(iteration.grad_norm, norm)
+        assert all(p.grad is None for p in ours.parameters())
+        (report,) = coop_plan.reports()
+        assert report.measured_peak_bytes <= report.budget_bytes
+        assert report.outside_bytes == 0
+        mine_lr.step()
+        other_lr.step()
+    assert report.steps_run == steps
+    return report
+
+
+def step_of(model, optimizer, budget="80%", **options):
+    given = {"method": "coop"} | options
+    return coop_plan.train_iteration(loss_of(model), optimizer, budget, **given)
