@@ -26,6 +26,7 @@ from coop_plan.runtime.torch_internals.ops import (
     UNTAGGED_VIEWS,
     OpOverload,
     argument_names,
+    elements_spanned,
     is_mutable,
     is_view_op,
     negative_view,
@@ -215,36 +216,31 @@ class GraphBuilder:
         if profile.changes_gradient:
             changed.append(gradient)
         self.storages[node] = (None,)
-        self.ops.append(node)
-        self.profiles.append(profile.later)
-        self.op_fields.append(
-            {
-                "name": "coop_plan.update_parameter",
-                "inputs": inputs,
-                "outputs": [],
-                "mutates": changed,
-                "cost_us": profile.later.cost_us,
-                "workspace_bytes": profile.workspace_bytes,
-                "recomputable": False,
-                "rng": False,
-                "inplace": [],
-            }
-        )
+        planned = replace(profile.later, workspace_bytes=profile.workspace_bytes)
+        self._add_writer(node, "coop_plan.update_parameter", inputs, changed, planned)
 
     def _write_input(self, node: fx.Node) -> None:
-        reads = [self.storages[argument][0] for argument in node.all_input_nodes]
-        inputs = [t for t in reads if t is not None]
-        self.storages[node] = (reads[1],)
-        cost = 2 * self.tensors[inputs[1]]["bytes"] / BYTES_PER_US
+        """Add the write of a buffer's new value, which returns the buffer."""
+        value, buffer = (self.storages[argument][0] for argument in node.all_input_nodes)
+        assert value is not None and buffer is not None
+        self.storages[node] = (buffer,)
+        profile = OpProfile(2 * self.tensors[buffer]["bytes"] / BYTES_PER_US, (), (), 0, 0)
+        self._add_writer(node, "coop_plan.write_input", [value, buffer], [buffer], profile)
+
+    def _add_writer(
+        self, node: fx.Node, name: str, inputs: list[int], mutates: list[int], profile: OpProfile
+    ) -> None:
+        """Add an op that overwrites inputs, and so runs once."""
         self.ops.append(node)
-        self.profiles.append(OpProfile(cost, (), (), 0, 0))
+        self.profiles.append(profile)
         self.op_fields.append(
             {
-                "name": "coop_plan.write_input",
+                "name": name,
                 "inputs": inputs,
                 "outputs": [],
-                "cost_us": cost,
-                "mutates": inputs[1:],
+                "mutates": mutates,
+                "cost_us": profile.cost_us,
+                "workspace_bytes": profile.workspace_bytes,
                 "recomputable": False,
                 "rng": False,
                 "inplace": [],
@@ -438,15 +434,14 @@ def tensor_args(node: fx.Node) -> list[fx.Node]:
 
 def _span(value: torch.Tensor, node: fx.Node) -> tuple[int, int]:
     """Bytes of its storage from a tensor's first element to its last, half-open."""
-    steps = zip(value.shape, value.stride(), strict=True)
-    begin, length = value.storage_offset(), 1 + sum((n - 1) * step for n, step in steps)
-    if not (isinstance(begin, int) and isinstance(length, int)):
+    begin = value.storage_offset()
+    if not all(isinstance(n, int) for n in (*value.shape, *value.stride(), begin)):
         raise CaptureError(
             f"input {node.name} has dynamic shapes, which cannot be planned: compile with"
             " dynamic=False"
         )
     size = value.element_size()
-    return begin * size, (begin + length * bool(value.numel())) * size
+    return begin * size, (begin + elements_spanned(value)) * size
 
 
 def _covered(spans: list[tuple[int, int]]) -> int:

@@ -95,7 +95,7 @@ def split(
     gradients = [backward.value(arg, final) for arg in captured.output_args[cut:]]
     results = [forward.value(arg, final) for arg in captured.output_args[:cut]]
     outputs = enumerate(captured.output_args[:cut])
-    updated = {inputs.index(node.args[2]): i for i, node in outputs if _is_update(node)}
+    updated = {inputs.index(node.args[2]): i for i, node in outputs if _writes_input(node)}
     inputs_read = [
         i for i, node in enumerate(inputs) if forward.placed[node].users and i not in updated
     ]
@@ -108,7 +108,7 @@ def split(
     return Halves(forward.graph, backward.graph, saved_inputs, inputs_read, updated)
 
 
-def _is_update(output: object) -> bool:
+def _writes_input(output: object) -> bool:
     return isinstance(output, fx.Node) and output.target is write_input
 
 

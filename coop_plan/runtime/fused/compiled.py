@@ -6,7 +6,8 @@ equal on all ranks and machines. The overload of the op that runs is a digest of
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -23,6 +24,8 @@ from coop_plan.runtime.torch_internals.inductor import (
 from coop_plan.runtime.torch_internals.inductor_scheduler import Scheduled, scheduled
 from coop_plan.runtime.torch_internals.ops import OpOverload
 from coop_plan.schemas.graph import FUSED_NAME
+
+T = TypeVar("T")
 
 SCHEMA = "(Tensor[] inputs) -> Tensor[]"
 
@@ -47,10 +50,7 @@ def compiled_op(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> OpOverload:
     device = device_of_results(graph)
     with _lock:
         if name not in _ops:
-            try:
-                kernel = compile_graph(graph, inputs)
-            except Exception as error:
-                raise _failure("compile", error) from error
+            kernel = _by_inductor("compile", compile_graph, graph, inputs)
             op = define_op(name, SCHEMA, lambda inputs: [*kernel([*inputs])])
             BOXED_KERNELS[op] = kernel
             _ops[name] = device, op
@@ -68,10 +68,7 @@ def modelled_op(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> OpOverload:
     name = f"{_name(graph, inputs)}.modelled"
     with _lock:
         if name not in _ops:
-            try:
-                kernels = scheduled(graph, inputs)
-            except Exception as error:
-                raise _failure("schedule", error) from error
+            kernels = _by_inductor("schedule", scheduled, graph, inputs)
             op = define_op(name, SCHEMA, _refuse)
             MODELLED[op] = kernels
             _ops[name] = device_of_results(graph), op
@@ -82,11 +79,15 @@ def _refuse(_: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     raise CaptureError("a region that was captured for an absent device has no code")
 
 
-def _failure(verb: str, error: Exception) -> CaptureError:
-    reason = str(error).strip().splitlines()[:1]
-    return CaptureError(
-        f"Inductor cannot {verb} a region ({type(error).__name__}: {''.join(reason)})"
-    )
+def _by_inductor(verb: str, make: Callable[..., T], *region: Any) -> T:
+    """What Inductor makes of a region; any of its errors is a `CaptureError`."""
+    try:
+        return make(*region)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[:1]
+        raise CaptureError(
+            f"Inductor cannot {verb} a region ({type(error).__name__}: {''.join(reason)})"
+        ) from error
 
 
 def _name(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> str:

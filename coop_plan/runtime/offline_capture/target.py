@@ -153,20 +153,13 @@ def _user_location(error: BaseException) -> str:
 
 
 def capture(
-    step: Any,
+    step: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
-    name: str = "step",
-    model: Roofline | None = None,
-    optimizer: OptimizerSpec | None = None,
-    *,
-    variants: bool = False,
-    consumed: bool = False,
+    **options: Any,
 ) -> Graph:
-    """The profiled joint graph of a step over eager's kernels, as of `graphs_of`."""
-    return graphs_of(
-        step, args, kwargs, name, model, optimizer, variants=variants, consumed=consumed
-    )["eager"]
+    """The profiled joint graph of a step over eager's kernels, with options of `graphs_of`."""
+    return graphs_of(step, args, kwargs, **options)["eager"]
 
 
 def graphs_of(
@@ -206,11 +199,11 @@ def graphs_of(
         **__: Any,
     ) -> Any:
         static = static_lifetime_input_indices or ()
-        others = VARIANT_PASSES if variants else None
+        ways = VARIANT_PASSES if variants else None
         for kind in kernels:
-            module = copy_of(joint)
-            asked = num_fwd_outputs, static, name, model, others, passes[kind]
-            found[kind] = capture_joint(module, *asked)
+            found[kind] = capture_joint(
+                *(copy_of(joint), num_fwd_outputs, static, name, model, ways, passes[kind])
+            )
         raise _CapturedError
 
     def refuse(*_: Any) -> Any:

@@ -68,6 +68,12 @@ def c_function(target: Any) -> Any:
     return target._op if type(target) is OpOverload else target
 
 
+def elements_spanned(value: torch.Tensor) -> int:
+    """Elements of its storage from a tensor's first to its last; 0 if it has none."""
+    steps = zip(value.shape, value.stride(), strict=True)
+    return (1 + sum((n - 1) * step for n, step in steps)) * bool(value.numel())
+
+
 def is_mutable(op: OpOverload) -> bool:
     """True if an op mutates an argument, by its schema."""
     return bool(op._schema.is_mutable)

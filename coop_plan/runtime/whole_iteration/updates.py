@@ -20,7 +20,7 @@ from coop_plan.runtime.op_profile import OpProfile, UpdateProfile
 from coop_plan.runtime.options import CUDA_ALIGNMENT
 from coop_plan.runtime.torch_internals.autograd import has_gradient_hooks, has_step_pre_hooks
 from coop_plan.runtime.torch_internals.fakes import real_mode
-from coop_plan.runtime.torch_internals.ops import storage_key, tree_flatten
+from coop_plan.runtime.torch_internals.ops import elements_spanned, storage_key, tree_flatten
 
 MEASURED_STEPS = 3
 
@@ -181,8 +181,7 @@ def _refuse_shared_memory(inputs: Sequence[Any], updated: Mapping[int, Any]) -> 
     spans = []
     for at, value in enumerate(inputs):
         if isinstance(value, torch.Tensor) and value.numel():
-            steps = zip(value.shape, value.stride(), strict=True)
-            size = (sum((n - 1) * by for n, by in steps) + 1) * value.element_size()
+            size = elements_spanned(value) * value.element_size()
             spans.append((value.data_ptr(), value.data_ptr() + size, at))
     furthest = furthest_updated = (0, -1)
     for begin, stop, at in sorted(spans):
