@@ -440,8 +440,8 @@ def _span(value: torch.Tensor, node: fx.Node) -> tuple[int, int]:
             f"input {node.name} has dynamic shapes, which cannot be planned: compile with"
             " dynamic=False"
         )
-    size = value.element_size()
-    return begin * size, (begin + elements_spanned(value)) * size
+    first, size = int(begin), value.element_size()
+    return first * size, (first + elements_spanned(value)) * size
 
 
 def _covered(spans: list[tuple[int, int]]) -> int:

@@ -80,7 +80,7 @@ def _refuse(_: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _by_inductor(verb: str, make: Callable[..., T], *region: Any) -> T:
-    """What Inductor makes of a region; any of its errors is a `CaptureError`."""
+    """Return what Inductor makes of a region; any of its errors is a `CaptureError`."""
     try:
         return make(*region)
     except Exception as error:

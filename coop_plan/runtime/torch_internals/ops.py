@@ -71,7 +71,7 @@ def c_function(target: Any) -> Any:
 def elements_spanned(value: torch.Tensor) -> int:
     """Elements of its storage from a tensor's first to its last; 0 if it has none."""
     steps = zip(value.shape, value.stride(), strict=True)
-    return (1 + sum((n - 1) * step for n, step in steps)) * bool(value.numel())
+    return value.numel() and 1 + sum((n - 1) * step for n, step in steps)
 
 
 def is_mutable(op: OpOverload) -> bool:
