@@ -276,7 +276,8 @@ def main() -> int:
                 optimizer=optimizer or None,
                 eager=True,
             )
-            graph, eager = captures.capture(request)
+            found = captures.capture(request)
+            graph, eager = found.graph, found.eager
             assert eager is not None
             outside = eager.outside_step(rests=False)
             smallest = None
