@@ -41,20 +41,26 @@ def _(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return packed.new_empty(2 * packed.numel(), dtype=dtype)
 
 
+def dequantized(packed: Tensor, scales: Tensor, like: Tensor) -> Tensor:
+    """Weights for a product with `like`, through a copy in float16.
+
+    bitsandbytes 0.41 quantizes from float16, so it unpacks to float16, and casts that.
+    """
+    return unpack(packed, scales, torch.float16).to(like.dtype).view(-1, like.shape[-1])
+
+
 class FourBitProduct(torch.autograd.Function):
     """Product with packed weights; it saves its input, as bitsandbytes 0.41 does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, packed, scales)
-        weight = unpack(packed, scales, x.dtype).view(-1, x.shape[-1])
-        return F.linear(x, weight, bias)
+        return F.linear(x, dequantized(packed, scales, x), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, packed, scales = ctx.saved_tensors
-        weight = unpack(packed, scales, x.dtype).view(-1, x.shape[-1])
-        return gradients[0] @ weight, None, None, None
+        return gradients[0] @ dequantized(packed, scales, x), None, None, None
 
 
 class FourBitLinear(nn.Module):

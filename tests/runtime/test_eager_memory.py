@@ -79,6 +79,19 @@ def frozen():
     return step, args, model
 
 
+def recurrent():
+    """Two layers of an LSTM, whose kernels keep a workspace and take scratch."""
+    model = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)
+    return lambda x: model(x)[0].square().mean(), (torch.randn(8, 16, WIDTH),), model
+
+
+@pytest.mark.parametrize("optimizer", [None, "momentum"])
+def test_what_the_kernels_of_a_recurrent_layer_keep_is_counted(monkeypatch, optimizer):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
+    found, peaks = counted(recurrent, optimizer), measured(recurrent, optimizer)
+    assert found.step.total == pytest.approx(peaks[0], rel=0.01)
+
+
 def counted(make, optimizer=None, **options):
     log = StorageLog("cpu")
     with FakeTensorMode():

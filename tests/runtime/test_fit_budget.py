@@ -27,6 +27,11 @@ def wide(batch=8):
     model = blocks(512, 3)
     return (lambda x: model(x).square().mean()), (torch.randn(batch, 512),)
 
+def recurrent(batch=8):
+    model = nn.ModuleList([nn.LSTM(32, 32, 2, batch_first=True), nn.Linear(32, 4)])
+    step = lambda x: model[1](model[0](x)[0]).square().mean()
+    return step, (torch.randn(batch, 16, 32),)
+
 def convolution(batch=8):
     # 16 channels fill a block of oneDNN's layouts; fewer are padded in scratch that fit leaves out.
     layers = [m for _ in range(4) for m in (nn.Conv2d(16, 16, 3, padding=1), nn.GELU())]
@@ -41,6 +46,8 @@ import sys
 import torch
 from coop_plan.runtime.device import arena, build
 
+from coop_plan.runtime.offline_capture.optimizers import AdamW8bit
+
 build.arena()
 before = arena.process_bytes()[0]
 import fit_steps
@@ -51,6 +58,7 @@ make = {
     "momentum": lambda p: torch.optim.SGD(p, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, foreach=False),
     "adafactor": lambda p: torch.optim.Adafactor(p),
+    "adamw8bit": AdamW8bit,
 }[optimizer]
 if update == "backward":
     def complete(parameter, own):
@@ -79,6 +87,8 @@ CASES = [
     ("wide", 1024, "momentum", 1, ""),
     ("wide", 256, "adafactor", 2, ""),
     ("convolution", 32, "adamw", 1, ""),
+    ("recurrent", 8, "adamw8bit", 1, ""),
+    ("recurrent", 33, "adamw", 1, ""),
     ("deep", 512, "adamw", 1, "backward"),
     ("wide", 1024, "momentum", 1, "backward"),
 ]

@@ -15,6 +15,7 @@ import torch
 
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.offline_capture.eager_parts import EagerMemory, EagerParts
+from coop_plan.runtime.offline_capture.library_memory import library_profile
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
 from coop_plan.runtime.offline_capture.optimizers import Update
 from coop_plan.runtime.offline_capture.roofline import workspace_bytes
@@ -51,11 +52,13 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._count(value)
                 if self.part == "activations" and isinstance(value, torch.nn.Parameter):
                     self.parameters.setdefault(id(value), value)
+        known = library_profile(func, args, kwargs)
         result = func(*args, **kwargs)
-        for value in tree_flatten(result)[0]:
+        for position, value in enumerate(tree_flatten(result)[0]):
             if isinstance(value, torch.Tensor):
-                self._count(value)
-        if scratch := workspace_bytes(func, args):
+                output = known and known.outputs[position]
+                self._count(value, output.bytes if output else 0)
+        if scratch := known.workspace_bytes if known else workspace_bytes(func, args):
             number = self._born(scratch)
             self._changes.append((number, -scratch))
         return result
@@ -93,8 +96,11 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         numbers = {self._count(value) for value in tensors if isinstance(value, torch.Tensor)}
         return sum(self._bytes_of[number] for number in numbers if number is not None)
 
-    def _count(self, value: torch.Tensor) -> int | None:
-        """The number of a tensor's storage on the device; a new one is logged."""
+    def _count(self, value: torch.Tensor, least: int = 0) -> int | None:
+        """The number of a tensor's storage on the device; a new one is logged.
+
+        A fake storage may be smaller than the real one, which has `least` bytes.
+        """
         if value.device.type != self.kind or value.layout is not torch.strided:
             return None
         key = storage_key(value)
@@ -102,7 +108,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._live[key][0]
         storage = value.untyped_storage()
         unit = ALIGNMENT[self.kind]
-        number = self._born(-(-storage.nbytes() // unit) * unit)
+        number = self._born(-(-max(storage.nbytes(), least) // unit) * unit)
 
         def died(_: object) -> None:
             del self._live[key]

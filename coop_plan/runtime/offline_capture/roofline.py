@@ -12,10 +12,12 @@ finds them for the device. It moves each input and result once, and tensors betw
 *Workspace* follows documented formulas. Flash attention's backward has a float32 accumulator and
 one float32 per row (flash-attention 2, `mha_bwd`), and the gradients of all heads if heads share
 keys. Efficient attention's backward has one float32 per row. cuBLAS has a resident workspace of
-fixed size. A fused region has the tensors between its kernels. All other ops have none: that of a
-convolution depends on cuDNN's choice.
+fixed size. A fused region has the tensors between its kernels. On the CPU that of a recurrent layer
+is measured (`library_memory.py`). All other ops have none: that of a convolution depends on cuDNN's
+choice.
 """
 
+import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.fused.compiled import MODELLED
 from coop_plan.runtime.offline_capture.devices import DeviceSpec
+from coop_plan.runtime.offline_capture.library_memory import library_profile
 from coop_plan.runtime.op_profile import Allocation, OpProfile, Output
 from coop_plan.runtime.torch_internals.fakes import FakeTensor
 from coop_plan.runtime.torch_internals.ops import (
@@ -95,6 +98,9 @@ class Roofline:
         Raises:
             CaptureError: a shape that depends on data, or a sparse result.
         """
+        if known := library_profile(target, args, kwargs):
+            work = work_of(target, args, kwargs, result)
+            return dataclasses.replace(known, cost_us=self._cost_us(work))
         inputs = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
         outputs = _outputs(target, inputs, tree_flatten(result)[0])
         results = tree_flatten(result)[0]
