@@ -297,6 +297,14 @@ def test_a_budget_is_in_bytes(budget):
         coop_plan.InductorBudget(budget)
 
 
+def test_changing_sizes_are_refused():
+    model, x = built()
+    torch._dynamo.reset()
+    options = {"custom_partitioner_fn": InductorBudget("1GiB")}
+    with pytest.raises(Exception, match="dynamic=False"):
+        torch.compile(model, dynamic=True, options=options)(x)
+
+
 def test_no_cache_skips_the_plan():
     """`None` as the uuid of a partitioner does not."""
     planned = []

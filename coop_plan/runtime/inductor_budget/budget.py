@@ -55,6 +55,7 @@ class InductorBudget(CustomPartitionerFn):
 
     Raises:
         OptionsError: the budget is a share or "min", or PyTorch is older than 2.13.
+        CaptureError: a size is a symbol.
         BudgetExceededError: at compilation, no candidate fits; in the second step, the measured
             peak exceeds the budget. Both name the least budget.
     """
@@ -140,6 +141,7 @@ class Candidates:
     def __init__(
         self, module: fx.GraphModule, inputs: Sequence[object], rest: dict[str, Any]
     ) -> None:
+        _refuse_changing_sizes(module.graph)
         self._module, self._inputs, self._rest = module, inputs, rest
         self._results: int = rest["num_fwd_outputs"]
         self._levels: list[Level] = []
@@ -200,6 +202,16 @@ class Candidates:
     def _held_bytes(self, index: int) -> int:
         """Bytes during the backward that it does not own: outputs, and their gradients."""
         return self._model.held_bytes(self._levels[index].saved)
+
+
+def _refuse_changing_sizes(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        sizes = [size for value in tensors_of(node) for size in value.shape]
+        if not all(isinstance(size, int) for size in sizes):
+            raise CaptureError(
+                f"{node.name} has a size that changes, {sizes}: InductorBudget needs fixed ones;"
+                " compile with dynamic=False"
+            )
 
 
 def _most_bytes(graph: Lowered) -> int:
