@@ -74,7 +74,6 @@ class Trainer:
     def __init__(self, built: Any, **compiled: Any) -> None:
         origin, step_of, self.batch = built
         self.model = copy.deepcopy(origin)
-        torch._dynamo.reset()
         run = step_of(self.model)
         run.__code__ = run.__code__.replace(co_name=f"step_{id(self)}")
         self.run = torch.compile(run, dynamic=False, **compiled)

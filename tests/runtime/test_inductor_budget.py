@@ -138,7 +138,11 @@ def programs(draw):
         elif form == "pair":
             part = f"{name}a"
             sizes[part], sizes[name] = sizes[name], 0
-            lines += [f"{name} = fallback({sizes[part]})", f"{part} = {name}[0]", f"del {name}"]
+            lines.append(f"{name} = fallback({sizes[part]})")
+            if source is not None and draw(st.booleans()):
+                lines.append(f"del {source}")
+                alive.remove(source)
+            lines += [f"{part} = {name}[0]", f"del {name}"]
             name = part
         else:
             lines.append(f"{name} = empty_strided_cpu({sizes[name]})")

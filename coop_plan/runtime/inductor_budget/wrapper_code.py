@@ -31,7 +31,7 @@ def peak_bytes(
         WrapperCodeError: no function `call` in the code.
     """
     function = _function(code)
-    buffers = _Buffers(sizes, workspace)
+    buffers = _Buffers(sizes, workspace, _parts(function))
     for statement in _statements(function.body):
         if isinstance(statement, ast.Assign) and _is_args(statement.value):
             for name in _names(statement.targets[0]):
@@ -56,6 +56,16 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield statement
 
 
+def _parts(function: ast.FunctionDef) -> dict[str, list[str]]:
+    """Results of ops that return several, by the name of all: they exist from the call on."""
+    parts: dict[str, list[str]] = {}
+    for statement in _statements(function.body):
+        match statement:
+            case ast.Assign(value=ast.Subscript(value=ast.Name(id=whole))):
+                parts.setdefault(whole, []).extend(_names(statement.targets[0]))
+    return parts
+
+
 def _is_args(value: ast.expr) -> bool:
     return isinstance(value, ast.Name) and value.id == "args"
 
@@ -66,8 +76,13 @@ def _names(target: ast.expr) -> list[str]:
 
 
 class _Buffers:
-    def __init__(self, sizes: Mapping[str, int], workspace: Callable[[str], int]) -> None:
-        self._sizes, self._workspace = sizes, workspace
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        workspace: Callable[[str], int],
+        parts: Mapping[str, list[str]],
+    ) -> None:
+        self._sizes, self._workspace, self._parts = sizes, workspace, parts
         self._storage: dict[str, str] = {}  # by name: the name that its storage was made with
         self._users: dict[str, int] = {}
         self._counted: set[str] = set()
@@ -96,8 +111,9 @@ class _Buffers:
             for name in made:
                 if source in self._storage and not isinstance(value, ast.Subscript):
                     self._share(name, str(source))
-                else:
-                    self.add(name)
+                elif not isinstance(value, ast.Subscript) or name not in self._storage:
+                    for part in (name, *self._parts.get(name, ())):
+                        self.add(part)
         if isinstance(value, ast.Call):
             made += [
                 word.value.id
