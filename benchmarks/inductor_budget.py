@@ -18,12 +18,11 @@ import copy
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks import fused, models
+from benchmarks import fused
 from benchmarks.report import Column, Report, parser, scaled
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
 from coop_plan.runtime.inductor_budget.budget import Candidates, InductorBudget, loosest_within
@@ -34,20 +33,7 @@ SLACK = 4096
 """Bytes of the loss and of random states, which a measured peak counts and a plan does not."""
 
 
-def moe() -> models.Built:
-    """Qwen2-MoE with 2 layers of width 256 and 4 experts, batch 4 x 256."""
-    ids = torch.randint(3, 2000, (4, 256))
-    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
-    rest = {"shared_expert_intermediate_size": 256, "num_key_value_heads": 2, "vocab_size": 2000}
-    batch = {"input_ids": ids, "labels": ids}
-    return models.of("Qwen2Moe", "ForCausalLM", batch, use_cache=False, **sizes, **experts, **rest)
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    **{name: fused.MODELS[name] for name in ("llama-2", "gpt2-2", "unet", "resnet")},
-    "moe": moe,
-}
+MODELS = {name: fused.MODELS[name] for name in ("llama-2", "gpt2-2", "unet", "resnet", "moe")}
 
 
 class Recorder(InductorBudget):
@@ -77,10 +63,9 @@ class Trainer:
         run = step_of(self.model)
         run.__code__ = run.__code__.replace(co_name=f"step_{id(self)}")
         self.run = torch.compile(run, dynamic=False, **compiled)
-        self.bytes = sum(
-            value.nbytes
-            for value in (*self.model.parameters(), *self.model.buffers(), *_tensors(self.batch))
-        )
+        held = (*self.model.parameters(), *self.model.buffers(), *_tensors(self.batch))
+        storages = {value.untyped_storage().data_ptr(): value.nbytes for value in held}
+        self.bytes = sum(storages.values())
         self.seconds: list[float] = []
         self.peak = 0
         for _ in range(2):

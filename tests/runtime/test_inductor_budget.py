@@ -120,10 +120,11 @@ def programs(draw):
     """Code in the forms of Inductor's, whose buffers know their bytes; and their sizes."""
     sizes = {name: draw(st.integers(0, 9)) for name in ("primals_1", "saved_1", "saved_2")}
     lines, alive = [], ["saved_1", "saved_2", "primals_1"]
+    forms = ["new", "same", "view", "several", "single", "del"]
     lines.append("primals_1, saved_1, saved_2 = args")
     lines.append("args.clear()")
     for number in range(draw(st.integers(1, 15))):
-        name, form = f"buf{number}", draw(st.sampled_from(["new", "same", "view", "pair", "del"]))
+        name, form = f"buf{number}", draw(st.sampled_from(forms))
         sizes[name] = draw(st.integers(0, 9))
         source = draw(st.sampled_from(alive)) if alive else None
         if form == "del" and source is not None:
@@ -135,14 +136,14 @@ def programs(draw):
             alive.remove(source)
         elif form == "view" and source is not None:
             lines.append(f"{name} = reinterpret_tensor({source}, (1,), (1,), 0)")
-        elif form == "pair":
-            part = f"{name}a"
-            sizes[part], sizes[name] = sizes[name], 0
-            lines.append(f"{name} = fallback({sizes[part]})")
+        elif form in ("several", "single"):
+            part, index = f"{name}a", "[0]" if form == "several" else ""
+            sizes[part] = sizes.pop(name)  # all results together have no buffer
+            lines.append(f"{name} = {form}({sizes[part]})")
             if source is not None and draw(st.booleans()):
                 lines.append(f"del {source}")
                 alive.remove(source)
-            lines += [f"{part} = {name}[0]", f"del {name}"]
+            lines += [f"{part} = {name}{index}", f"del {name}"]
             name = part
         else:
             lines.append(f"{name} = empty_strided_cpu({sizes[name]})")
@@ -162,7 +163,8 @@ def test_the_walk_counts_what_the_code_allocates(made):
     names = {
         "empty_strided_cpu": Buffer,
         "reinterpret_tensor": lambda of, *_: View(of),
-        "fallback": lambda size: (Buffer(size),),
+        "several": lambda size: (Buffer(size),),
+        "single": Buffer,
     }
     exec(code, names)
     base = Buffer.live
@@ -279,6 +281,18 @@ def test_a_step_beyond_its_budget_is_an_error(recorded):
     optimizer.zero_grad()
     step(x).backward()
     optimizer.step()  # measured once
+
+
+def test_only_an_optimizer_of_the_graphs_parameters_is_measured(recorded):
+    """Not other training in the process, whatever it keeps."""
+    model, x = built()
+    step = compiled(model, InductorBudget(recorded.peaks[0]))
+    step(x).backward()
+    other = torch.optim.SGD([torch.zeros(3, requires_grad=True)], 0.1)
+    other.step()
+    kept = torch.empty(2_000_000)
+    other.step()
+    assert kept.numel()
 
 
 def test_an_optimizer_is_not_kept_alive(recorded):

@@ -100,8 +100,7 @@ LEVELS = (
     {"distributed"},
     {"capture"},
     {"variants", "fused"},
-    {"offline_capture"},
-    {"execute", "gradients", "dynamic_shapes", "iteration", "inductor_budget"},
+    {"execute", "gradients", "dynamic_shapes", "iteration", "offline_capture", "inductor_budget"},
     {"backend", "whole_iteration"},
     {"integrations", "train_step"},
 )
@@ -971,6 +970,7 @@ def test_a_choice_of_saved_nodes_decides_the_partition():
             saved = partitioner.partition(gm, inputs, lambda _, own: own(), **rest)
             made = partitioner.partition(gm, inputs, nothing, **rest)
             found.append((saved, made, rest["num_fwd_outputs"]))
+            assert any(value is weight for value in partitioner.traced_tensors(gm.graph))
             donated = partitioner.donated_inputs(saved, 1)
             code = partitioner.lowered(saved[1], 0, donated)
             inputs = {node.name for node in saved[1].graph.find_nodes(op="placeholder")}

@@ -26,6 +26,7 @@ from coop_plan.runtime.torch_internals.partitioner import (
     lowered,
     partition,
     refuse_caches,
+    traced_tensors,
 )
 from coop_plan.schemas.units import format_bytes, parse_budget
 
@@ -47,7 +48,7 @@ class InductorBudget(CustomPartitionerFn):
     The saved tensors are those of a row of candidates, ordered by peak (`saved_sets`), of which the
     loosest found within the budget is taken. Its peak is Inductor's estimate for the kernels in
     their final order, plus the measured workspace of ops that libraries run. The first whole step
-    between two steps of an optimizer is measured.
+    between two steps of an optimizer of the graph's parameters is measured.
 
     Attributes:
         budget_bytes: the budget.
@@ -104,7 +105,7 @@ class InductorBudget(CustomPartitionerFn):
                     " other graphs of the step, and tensors that the loop keeps"
                 )
 
-        measure_next_step(candidates.device, check)
+        measure_next_step(candidates.device, traced_tensors(gm.graph), check)
         return candidates.modules(found)
 
 

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from coop_plan.runtime.fused.ops import GETITEM, bytes_of, is_fusible, is_view, storage_of
+from coop_plan.runtime.capture.graph_builder import GETITEM, is_view
+from coop_plan.runtime.fused.ops import bytes_of, is_fusible, storage_of
 from coop_plan.runtime.offline_capture.roofline import work_of
 from coop_plan.runtime.torch_internals.joint_graphs import is_tangent
 from coop_plan.runtime.torch_internals.ops import OpOverload, is_mutable

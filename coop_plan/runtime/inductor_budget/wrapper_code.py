@@ -24,14 +24,15 @@ def peak_bytes(
 ) -> int:
     """Most bytes of buffers and counted inputs at once.
 
-    `sizes` are bytes by name. `workspace` is the scratch of the library op with this result.
+    `sizes` are bytes by name; all results of an op together have no size of their own. `workspace`
+    is the scratch of the library op with this result.
     `is_counted` says if an input is counted; the others exist before and after the call.
 
     Raises:
         WrapperCodeError: no function `call` in the code.
     """
     function = _function(code)
-    buffers = _Buffers(sizes, workspace, _parts(function))
+    buffers = _Buffers(sizes, workspace, _parts(function, sizes))
     for statement in _statements(function.body):
         if isinstance(statement, ast.Assign) and _is_args(statement.value):
             for name in _names(statement.targets[0]):
@@ -56,12 +57,17 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield statement
 
 
-def _parts(function: ast.FunctionDef) -> dict[str, list[str]]:
-    """Results of ops that return several, by the name of all: they exist from the call on."""
+def _parts(function: ast.FunctionDef, sizes: Mapping[str, int]) -> dict[str, list[str]]:
+    """Results of fallback ops, by the name of all together: they exist from the call on.
+
+    A single result is assigned as a whole, several by index.
+    """
     parts: dict[str, list[str]] = {}
     for statement in _statements(function.body):
         match statement:
-            case ast.Assign(value=ast.Subscript(value=ast.Name(id=whole))):
+            case ast.Assign(value=ast.Name(id=whole) | ast.Subscript(value=ast.Name(id=whole))) if (
+                whole not in sizes
+            ):
                 parts.setdefault(whole, []).extend(_names(statement.targets[0]))
     return parts
 
@@ -83,6 +89,7 @@ class _Buffers:
         parts: Mapping[str, list[str]],
     ) -> None:
         self._sizes, self._workspace, self._parts = sizes, workspace, parts
+        self._results = {name for names in parts.values() for name in names}
         self._storage: dict[str, str] = {}  # by name: the name that its storage was made with
         self._users: dict[str, int] = {}
         self._counted: set[str] = set()
@@ -109,9 +116,11 @@ class _Buffers:
             made = _names(statement.targets[0])
             source = _source(value)
             for name in made:
-                if source in self._storage and not isinstance(value, ast.Subscript):
+                if name in self._results:
+                    continue
+                if source in self._storage:
                     self._share(name, str(source))
-                elif not isinstance(value, ast.Subscript) or name not in self._storage:
+                else:
                     for part in (name, *self._parts.get(name, ())):
                         self.add(part)
         if isinstance(value, ast.Call):

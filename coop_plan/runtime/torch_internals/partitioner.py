@@ -11,6 +11,7 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd.graph_compile import collect_fw_donated_buffer_idxs
+from torch._guards import detect_fake_mode
 from torch._inductor import config
 from torch._inductor.codecache import BypassFxGraphCache
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -83,6 +84,17 @@ def draws_from_seed(node: fx.Node) -> bool:
 def is_static_input(node: fx.Node) -> bool:
     """True if an input of a joint graph exists before the step, and is never freed in it."""
     return is_primal(node)
+
+
+def traced_tensors(graph: fx.Graph) -> list[torch.Tensor]:
+    """Tensors that a joint graph was traced with, parameters among them.
+
+    Assumed: a fake mode describes each tensor once, in a dictionary of weak keys.
+    """
+    mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
+    if mode is None:
+        return []
+    return list(mode.fake_tensor_converter.meta_converter.describer.lookup_tensor)
 
 
 def is_freed_input(name: str) -> bool:
