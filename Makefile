@@ -14,7 +14,7 @@ SHELL := bash
 export NO_MKDOCS_2_WARNING := 1
 
 .PHONY: help demo cluster test test-fast test-oldest test-newest lint format pictures docs coverage bench papers \
-  digests gpu-bundle clean fits
+  digests gpu-bundle clean fits budgets
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -103,6 +103,9 @@ endif
 
 fits: $(READY) ## Compare published memory of training setups with the counts of `coop-plan fit`
 	$(BIN)/python -m benchmarks.fits --smallest
+
+budgets: $(READY) ## Write docs/budgets.md: bytes asked and got by means to limit memory (an hour)
+	$(BIN)/python -m benchmarks.budgets --output docs
 
 papers: $(READY) ## Write docs/papers*.md: the papers' figures with ours (half an hour)
 	$(BIN)/python -m benchmarks.papers --output docs

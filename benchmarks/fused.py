@@ -106,10 +106,12 @@ def serve(name: str, mode: str, budget: str) -> None:
 
 
 class Worker:
-    """A mode in a process of its own."""
+    """A mode in a process of its own, which `module` serves."""
 
-    def __init__(self, model: str, mode: str, budget: str | int = "") -> None:
-        command = [sys.executable, "-m", "benchmarks.fused", "--serve", model, mode, str(budget)]
+    def __init__(
+        self, model: str, mode: str, budget: object = "", module: str = "benchmarks.fused"
+    ) -> None:
+        command = [sys.executable, "-m", module, "--serve", model, mode, str(budget)]
         root = Path(__file__).parents[1]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from coop_plan.runtime.errors import RuntimeRefusalError
     from coop_plan.runtime.execute.arena_pool import release
+    from coop_plan.runtime.inductor_budget.budget import InductorBudget
     from coop_plan.runtime.offline_capture.calibrate import calibrate
     from coop_plan.runtime.offline_capture.capture import capture
     from coop_plan.runtime.offline_capture.fit import fit
@@ -40,6 +41,7 @@ __all__ = [
     "Client",
     "Fault",
     "Graph",
+    "InductorBudget",
     "InfeasibleBudgetError",
     "InvalidInputError",
     "InvalidPlanError",
@@ -73,6 +75,7 @@ _MODULES = {
     "client.protocol": ("JobState", "ServerAwayError", "ServerError", "ServerProblemError"),
     "runtime": ("RuntimeRefusalError", "StepReport", "clear_reports", "reports"),
     "runtime.execute.arena_pool": ("release",),
+    "runtime.inductor_budget.budget": ("InductorBudget",),
     "runtime.offline_capture.calibrate": ("calibrate",),
     "runtime.offline_capture.capture": ("capture",),
     "runtime.offline_capture.fit": ("fit",),

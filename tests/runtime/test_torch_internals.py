@@ -46,6 +46,7 @@ with assumed("the names that runtime/torch_internals imports"):
         joint_graphs,
         kept_traces,
         ops,
+        partitioner,
         ranks,
         tracing,
     )
@@ -99,7 +100,7 @@ LEVELS = (
     {"distributed"},
     {"capture"},
     {"variants", "fused"},
-    {"execute", "gradients", "dynamic_shapes", "iteration", "offline_capture"},
+    {"execute", "gradients", "dynamic_shapes", "iteration", "offline_capture", "inductor_budget"},
     {"backend", "whole_iteration"},
     {"integrations", "train_step"},
 )
@@ -950,3 +951,57 @@ def test_the_node_of_a_compiled_backward_is_found_and_says_what_is_undefined():
         )
         loss.backward()
     assert undefined == [1]
+
+
+# Inductor's partitioner
+
+
+@pytest.mark.skipif(torch_internals.version() < (2, 13), reason="not supported before")
+def test_a_choice_of_saved_nodes_decides_the_partition():
+    """Also a second one on the same graph; no cache serves the graph instead."""
+    found = []
+
+    class Partitioner(partitioner.CustomPartitionerFn):
+        def __call__(self, gm, inputs, **rest):
+            def nothing(graph, own):
+                assert own()
+                return [node for node in graph.nodes if partitioner.is_static_input(node)]
+
+            saved = partitioner.partition(gm, inputs, lambda _, own: own(), **rest)
+            made = partitioner.partition(gm, inputs, nothing, **rest)
+            found.append((saved, made, rest["num_fwd_outputs"]))
+            assert any(value is weight for value in partitioner.traced_tensors(gm.graph))
+            donated = partitioner.donated_inputs(saved, 1)
+            code = partitioner.lowered(saved[1], 0, donated)
+            inputs = {node.name for node in saved[1].graph.find_nodes(op="placeholder")}
+            assert inputs <= code.sizes.keys() | {"tangents_1"}
+            assert any(partitioner.is_freed_input(name) for name in inputs)
+            assert "def call(" in code.code
+            assert any(calls for calls in code.calls.values())
+            return made
+
+        def uuid(self):
+            partitioner.refuse_caches()
+
+    weight = torch.randn(8, 8, requires_grad=True)
+    for turn in range(2):
+        torch._dynamo.reset()
+        options = {"custom_partitioner_fn": Partitioner()}
+        run = torch.compile(lambda x: (x @ weight).exp().sum(), dynamic=False, options=options)
+        run(torch.randn(4, 8)).backward()
+        assert len(found) == turn + 1
+    own, made, results = found[0]
+    assert results == 1
+    saved = [len(fw.graph.output_node().args[0]) for fw, _ in (own, made)]
+    ops = [
+        len(bw.graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default))
+        for _, bw in (own, made)
+    ]
+    assert saved[0] >= 2
+    assert ops[1] >= ops[0]
+    assert any(n.target is torch.ops.aten.mm.default for n in made[1].graph.nodes)
+
+
+def test_inductors_draws_have_the_known_names():
+    for name in partitioner.DRAWS:
+        assert hasattr(torch.ops.prims, name.partition(".")[2])

@@ -55,6 +55,7 @@ PERSISTENT_TYPES = (
 
 
 _profiles: dict[object, OpProfile] = {}
+_workspaces: dict[object, int] = {}
 _measured = 0
 _largest = 0, ""
 
@@ -97,6 +98,55 @@ def profile_op(target: Callable[..., Any], args: Any, kwargs: Any, op: str = "")
         _store(key, found)
     costs.record(op, size, found.cost_us)
     return found
+
+
+def workspace_of(node: fx.Node) -> int:
+    """Most bytes of scratch of a node's op beyond its results, on synthetic inputs.
+
+    Raises:
+        CaptureError: dynamic shapes, or an op that does not run on synthetic inputs.
+    """
+    target: Any = node.target
+    args, kwargs = fake_values(node.args), fake_values(node.kwargs)
+    key = signature(target, args, kwargs)
+    if key not in _workspaces:
+        with real_mode():
+            given, named = synthetic_arguments(target, args, kwargs)
+            on_cuda = _cuda_device(tree_flatten((given, named))[0]) is not None
+            _, events, in_workers = _record(partial(target, *given, **named), on_cuda)
+        _workspaces[key] = _most_scratch(events) + in_workers
+    return _workspaces[key]
+
+
+def _record(run: Callable[[], Any], on_cuda: bool) -> tuple[Any, list[tuple[int, int, int]], int]:
+    """Result of an op, its (is allocation, pointer, bytes) in order, and bytes of other threads."""
+    ext = extension()
+    worker_bytes = []
+    for _ in range(2):  # the minimum counts: other threads may allocate meanwhile
+        result = None
+        ext.record_begin(on_cuda)
+        try:
+            result = run()
+        finally:
+            events = ext.record_end()
+        worker_bytes.append(ext.workers_peak())
+        if not worker_bytes[-1]:
+            break
+    return result, events, min(worker_bytes)
+
+
+def _most_scratch(events: list[tuple[int, int, int]]) -> int:
+    """Peak of an op's allocations above those that it leaves, from its events (`_record`)."""
+    alive: dict[int, int] = {}
+    now = peak = 0
+    for is_allocation, pointer, size in events:
+        if is_allocation:
+            alive[pointer] = size
+            now += size
+            peak = max(peak, now)
+        else:
+            now -= alive.pop(pointer, 0)
+    return peak - now
 
 
 def fake_values(arguments: Any) -> Any:
@@ -361,22 +411,11 @@ def _measure(
     target: Callable[..., Any], args: Any, kwargs: Any, cost_us: float | None = None
 ) -> OpProfile:
     """Profile an op on real arguments; its time is not measured if `cost_us` is given."""
-    ext = extension()
     flat = tree_flatten((args, kwargs))[0]
     inputs = [v for v in flat if isinstance(v, torch.Tensor)]
     device = _cuda_device(flat)
     alignment = SCRATCH_ALIGNMENT if device is None else CUDA_ALIGNMENT
-    worker_bytes = []
-    for _ in range(2):  # the minimum counts: other threads may allocate meanwhile
-        result = None
-        ext.record_begin(device is not None)
-        try:
-            result = target(*args, **kwargs)
-        finally:
-            events = ext.record_end()
-        worker_bytes.append(ext.workers_peak())
-        if not worker_bytes[-1]:
-            break
+    result, events, in_workers = _record(partial(target, *args, **kwargs), device is not None)
     results = tree_flatten(result)[0]
     outputs, allocations, workspace = summarize_events(events, inputs, results, target, alignment)
     del result, results
@@ -384,7 +423,7 @@ def _measure(
         kernel = BOXED_KERNELS.get(target) if isinstance(target, OpOverload) else None
         run = partial(target, *args, **kwargs) if kernel is None else lambda: kernel([*args[0]])
         cost_us = time_op(run, slots_alone(allocations, workspace, alignment), device)
-    return OpProfile(cost_us, outputs, allocations, workspace, min(worker_bytes))
+    return OpProfile(cost_us, outputs, allocations, workspace, in_workers)
 
 
 def _cuda_device(values: list[Any]) -> int | None:
