@@ -89,7 +89,6 @@ class _Iteration:
 
     `run` is its window: the bytes that its thread allocated since it began. `budget_bytes` is the
     largest budget of its calls. `returned` are the calls whose backward ended without an error.
-    `later_fresh` are the inputs allocated in its window of each call of the later iterations.
     """
 
     def __init__(self) -> None:
@@ -108,7 +107,6 @@ class _Iteration:
         self.inputs: dict[int | None, int] = {}
         self.input_bytes = self.resident_bytes = self.absent_bytes = 0
         self.held_bytes: dict[int, int] = {}
-        self.later_fresh: list[Sequence[int]] = []
         self.observed: dict[int, list[tuple[int, HalfOutput, Callable[[], bool]]]] = {}
 
     def add(self, invocation: Invocation, step: object, call: RecordedCall) -> int:
@@ -140,16 +138,6 @@ class _Iteration:
         own.pop(None, None)
         return self.input_bytes - sum(own.values())
 
-    def hold(self, gradients: Mapping[int, int]) -> None:
-        """Count the bytes of held gradients, by address, that existed before it began."""
-        fresh = self.allocated(list(gradients))
-        before = (item for i, item in enumerate(gradients.items()) if i not in fresh)
-        self.held_bytes.update(before)
-
-    def allocated(self, addresses: Sequence[int | None]) -> Sequence[int]:
-        """Positions of the storages that were allocated since it began."""
-        return () if self.run is None else self.run.allocated(addresses)
-
     def output_bytes(self, number: int) -> int:
         """Bytes of the live outputs of other calls that are no inputs."""
         alive: dict[int | None, int] = {}
@@ -170,13 +158,9 @@ class _Iteration:
             self.steps.append(step)
             self.calls.append(call)
             call.released_at = {which: at + events for which, at in call.released_at.items()}
-            if not call.inputs and invocation is not None:  # the first of its iteration
-                set_inputs(call, invocation.inputs, self.made)
-            call.fresh = self.later_fresh.pop(0)
             self.made.update(call.made)
             if call.inputs:
                 self.count_inputs(len(self.calls) - 1)
-        self.budget_bytes = max(self.budget_bytes, other.budget_bytes)
         self.events += [(number + calls, backward) for number, backward in other.events]
         self.returned.update(number + calls for number in other.returned)
         for at, entries in other.observed.items():
@@ -322,11 +306,9 @@ class IterationRecorder:
             self._begin(step)
         now = self._now
         number = now.add(invocation, step, call)
-        for pending in self._pending:
-            pending.later_fresh.append(pending.allocated(storage_addresses(inputs)))
         if number:
             set_inputs(call, inputs, now.made)
-            call.fresh = now.allocated(storage_addresses(inputs))
+            call.fresh = now.run.allocated(storage_addresses(inputs)) if now.run else ()
             first = now.calls[0]
             if not first.inputs and (earlier := now.invocations[0]()) is not None:
                 set_inputs(first, earlier.inputs, now.made)
@@ -372,7 +354,7 @@ class IterationRecorder:
             self._now.observe(number, True, made, when)
 
     def received(self, invocation: Invocation, made: Sequence[Any]) -> None:
-        """Record the outputs of a call, and the gradients held when it began."""
+        """Record the outputs of a call, and the gradients held before the first backward."""
         now = self._now
         number = now.numbers[invocation]
         call = now.calls[number]
@@ -380,10 +362,8 @@ class IterationRecorder:
         call.output_bytes = [v.untyped_storage().nbytes() if has_storage(v) else 0 for v in made]
         now.made.update(call.made)
         now.observe(number, False, made, dict.fromkeys(range(len(made)), EVERY_EVENT))
-        held = dict(invocation.held_bytes)
-        for one in (now, *reversed(self._pending)):  # each may turn out to contain those after it
-            held = {address: size for address, size in held.items() if address not in one.made}
-            one.hold(held)
+        if not any(backward for _, backward in now.events):
+            now.held_bytes |= invocation.held_bytes
 
     def _recorded(self, invocation: Invocation) -> int | None:
         """Number of a call in an iteration of several; a single one has its own plan."""
