@@ -14,7 +14,6 @@ these. Checkpoints cannot be asked for bytes. With --output the page budgets.md 
 budgets.svg are written to a folder. Exits 1 if a mode that takes bytes exceeds them.
 """
 
-import argparse
 import datetime
 import json
 import platform
@@ -333,10 +332,8 @@ def main() -> int:
     command.add_argument("--share", type=float, nargs="+", default=list(SHARES))
     command.add_argument("--rounds", type=int, default=3)
     command.add_argument("--output", type=Path, help="folder for the page and its plot")
-    command.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
-    asked = command.parse_args()
-    if asked.serve:
-        serve(*asked.serve)
+    asked = fused.arguments(command, serve)
+    if asked is None:
         return 0
     report = Report(*COLUMNS, progress=True)
     for name in asked.model:

@@ -195,15 +195,25 @@ COLUMNS = (
 )
 
 
+def arguments(
+    command: argparse.ArgumentParser, serve: Callable[[str, str, str], None]
+) -> argparse.Namespace | None:
+    """Arguments of a command; None in the process of a `Worker`, after it has served."""
+    command.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
+    asked = command.parse_args()
+    if not asked.serve:
+        return asked
+    serve(*asked.serve)
+    return None
+
+
 def main() -> int:
     """Returns 1 unless every step held."""
     command = parser(__doc__)
     command.add_argument("--model", choices=MODELS, nargs="+", default=list(MODELS))
     command.add_argument("--rounds", type=int, default=7)
-    command.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
-    asked = command.parse_args()
-    if asked.serve:
-        serve(*asked.serve)
+    asked = arguments(command, serve)
+    if asked is None:
         return 0
     report = Report(*COLUMNS, progress=True)
     for name in asked.model:

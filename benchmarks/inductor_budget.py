@@ -25,13 +25,14 @@ import torch
 from benchmarks import fused
 from benchmarks.report import Column, Report, parser, scaled
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
-from coop_plan.runtime.inductor_budget.budget import Candidates, InductorBudget, loosest_within
+from coop_plan.runtime.inductor_budget.budget import (
+    TOLERANCE,
+    Candidates,
+    InductorBudget,
+    loosest_within,
+)
 
 BUDGETS = 20
-
-SLACK = 4096
-"""Bytes of the loss and of random states, which a measured peak counts and a plan does not."""
-
 
 MODELS = {name: fused.MODELS[name] for name in ("llama-2", "gpt2-2", "unet", "resnet", "moe")}
 
@@ -132,7 +133,7 @@ def measure(name: str, rounds: int, shares: list[float]) -> tuple[list[dict[str,
                 "planned": plan,
                 "peak": trainer.peak,
                 "ratio": statistics.median(ratios),
-                "held": budget is None or trainer.peak <= budget + SLACK,
+                "held": budget is None or trainer.peak <= budget + TOLERANCE,
             }
         )
     return rows, monotone and within
