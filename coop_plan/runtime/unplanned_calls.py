@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -111,8 +112,8 @@ def _compiled(call: Any) -> None:
     if _Counts.compiled > 1:
         return
 
-    def first_step(*_: Any) -> None:
-        handle.remove()
+    @cache
+    def first_step() -> None:
         if not _Counts.calls:
             log.warning(
                 "nothing was planned: %d function(s) compiled with this backend, and an optimizer"
@@ -121,7 +122,8 @@ def _compiled(call: Any) -> None:
                 _Counts.compiled,
             )
 
-    handle = register_optimizer_step_post_hook(first_step)
+    # Not removed: PyTorch iterates over all such hooks while one is called.
+    register_optimizer_step_post_hook(lambda *_: first_step())
 
 
 class _Call:

@@ -20,6 +20,7 @@ from coop_plan.runtime.inductor_budget.budget import InductorBudget, loosest_wit
 from coop_plan.runtime.inductor_budget.saved_sets import levels
 from coop_plan.runtime.inductor_budget.wrapper_code import WrapperCodeError, peak_bytes
 from coop_plan.runtime.torch_internals import FUSED_SINCE, version
+from coop_plan.runtime.torch_internals.autograd import has_step_pre_hooks
 
 pytestmark = pytest.mark.skipif(version() < FUSED_SINCE, reason="not supported before")
 
@@ -293,6 +294,21 @@ def test_only_an_optimizer_of_the_graphs_parameters_is_measured(recorded):
     kept = torch.empty(2_000_000)
     other.step()
     assert kept.numel()
+
+
+def test_no_hook_before_a_step_is_left(recorded):
+    """`train_iteration` refuses such hooks, of an optimizer or of all."""
+    model, x = built()
+    step = compiled(model, InductorBudget(recorded.peaks[0]))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    other = torch.optim.SGD([torch.zeros(3, requires_grad=True)], 0.1)
+    seen = []
+    for _ in range(3):
+        step(x).backward()
+        optimizer.step()
+        seen.append((has_step_pre_hooks(optimizer), has_step_pre_hooks(other)))
+        optimizer.zero_grad()
+    assert seen == [(True, False), (False, False), (False, False)]
 
 
 def test_an_optimizer_is_not_kept_alive(recorded):

@@ -222,10 +222,12 @@ def test_evaluation_is_nothing_to_tell_of(caplog):
 
 NEVER = """
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 model = torch.nn.Linear(4, 4)
 model.compile(backend="coop", options={"budget": "min"})
 model.forward(torch.randn(2, 4)).sum().backward()
 optimizer = torch.optim.SGD(model.parameters())
+register_optimizer_step_post_hook(lambda *_: None)
 optimizer.step()
 optimizer.step()
 """

@@ -10,10 +10,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
@@ -30,7 +28,7 @@ def measure_next_step(
     Optimizers of other tensors are not measured. If all `parameters` are freed, `check` is not
     called.
     """
-    _register_hooks()
+    _register_hook()
     if device.type == "cpu":
         process_bytes()  # the counter begins with the first call
     _pending.append(_Measurement(device, parameters, check))
@@ -40,21 +38,27 @@ class _Measurement:
     def __init__(
         self, device: torch.device, parameters: Iterable[torch.Tensor], check: Check
     ) -> None:
-        self._device, self.check = device, check
+        self._device, self._check = device, check
         self._parameters: Any = WeakIdKeyDictionary(dict.fromkeys(parameters))
-        self.optimizer = 0  # its id
+        self._hook: RemovableHandle | None = None  # of the optimizer whose step is measured
         self._before = 0
+        self._ended = False
 
-    def is_due(self) -> bool:
-        """False if the tensors are freed."""
-        return bool(self._parameters)
+    def is_over(self) -> bool:
+        """True if the step was measured or the tensors are freed; its hook is removed then."""
+        over = self._ended or not self._parameters
+        if over and self._hook is not None:
+            self._hook.remove()
+        return over
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Start of a step of this optimizer, if it updates one of the tensors."""
-        updated = [value for group in optimizer.param_groups for value in group["params"]]
-        if self.optimizer or not any(value in self._parameters for value in updated):
+        if self._hook is not None:
             return
-        self.optimizer = id(optimizer)
+        updated = [value for group in optimizer.param_groups for value in group["params"]]
+        if not any(value in self._parameters for value in updated):
+            return
+        self._hook = optimizer.register_step_pre_hook(self._end)
         gradients = {
             storage.data_ptr(): storage.nbytes()
             for parameter in updated
@@ -69,33 +73,28 @@ class _Measurement:
             live = torch.cuda.memory_allocated(self._device)
         self._before = live - sum(gradients.values())
 
-    def taken(self) -> int:
-        """Most bytes since the start of the step, beyond those before it."""
+    def _end(self, *_: Any) -> None:
+        if self._ended:
+            return
+        self._ended = True
         if self._device.type == "cpu":
             peak = process_bytes()[1]
         else:
             peak = torch.cuda.max_memory_allocated(self._device)
-        return peak - self._before
+        self._check(peak - self._before)
 
 
 _pending: list[_Measurement] = []
 
 
 @cache
-def _register_hooks() -> None:
-    """Once: an optimizer's hooks cannot remove themselves while all are called."""
-    register_optimizer_step_pre_hook(_end)
-    register_optimizer_step_post_hook(_begin)
+def _register_hook() -> None:
+    """Once, for good: it runs after a step, and so hinders no optimizer."""
+    register_optimizer_step_post_hook(_after_step)
 
 
-def _begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    _pending[:] = [each for each in _pending if each.is_due()]
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Hooks before a step are removed here, as PyTorch does not iterate over them now."""
+    _pending[:] = [each for each in _pending if not each.is_over()]
     for measurement in _pending:
         measurement.begin(optimizer)
-
-
-def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    ended = [each for each in _pending if each.optimizer == id(optimizer)]
-    _pending[:] = [each for each in _pending if each not in ended]
-    for measurement in ended:
-        measurement.check(measurement.taken())
