@@ -21,7 +21,7 @@ On larger graphs it is laid out without the pairs whose output is smaller.
 """
 
 SMALL_PROBLEM_OPS = 100
-"""Ops up to which arenas are searched to the last aligned byte."""
+"""Ops up to which arenas of keep-everything are searched to the last aligned byte."""
 
 
 def keep_all_schedule(problem: Problem) -> Schedule:

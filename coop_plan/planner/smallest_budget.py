@@ -9,6 +9,9 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
+from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.memory_bounds import (
     WorkingSet,
@@ -44,6 +47,9 @@ FINE_PROBES = 64
 
 RESOLUTION = 256
 """On larger graphs the search ends when its interval is at most 1/256 of the budget."""
+
+FINE_RESOLUTION = 4096
+"""The same on small graphs."""
 
 SEARCH_SHARE = 0.5
 """With a deadline, share of the time for probes; the rest lowers the cost of the plan."""
@@ -166,7 +172,7 @@ class Task:
             kept = lay_out_everything(plain, work=0).placed
             search = _Interval(task, Smallest(kept.arena_bytes, keep_all_solution(kept)))
             variants = "variants" in self.problem.beyond_recomputation
-            if search.small or variants or self.request.deadline is not None:
+            if variants or self.request.deadline is not None:
                 found = task.smallest(kept)
             else:  # only pairs: the full search is that with them
                 search.narrow(PLAIN_PROBES)
@@ -199,6 +205,13 @@ def _smaller(a: Smallest, b: Smallest) -> Smallest:
     return Smallest(min(a.arena_bytes, b.arena_bytes), best.solution)
 
 
+def common_divisor(problem: Problem) -> int:
+    """Bytes of which every buffer, and so the least arena of every schedule, is a multiple."""
+    arrays = to_arrays(problem)
+    sizes = np.concatenate((arrays.size[arrays.resident == 0], arrays.workspace))
+    return int(np.gcd.reduce(sizes)) or problem.alignment
+
+
 class _Interval:
     """The interval between the largest arena that the method failed in and the smallest it meets.
 
@@ -209,7 +222,7 @@ class _Interval:
     def __init__(self, task: Task, start: Smallest) -> None:
         self.task, self.start = task, start
         self.small = task.problem.op_count <= SMALL_PROBLEM_OPS
-        self.step = task.problem.alignment
+        self.step = common_divisor(task.problem) if self.small else task.problem.alignment
         self.floor = task.working_set.bytes - self.step
         self.failed = self.floor
         self.met = start.arena_bytes
@@ -238,6 +251,7 @@ class _Interval:
     def _probe(self, task: Task, arena: int) -> bool:
         """Ask for any schedule within the arena; True if there is one."""
         task = replace(task, request=task.request.part(PROBE_SHARE))
+        before = self.found.placed.arena_bytes
         try:
             self.found = self._started(task).solve(arena, any_schedule=True)
         except DoesNotFitError as error:
@@ -249,8 +263,9 @@ class _Interval:
             return False
         self.met = arena
         self.met = self.known.arena_bytes  # less on larger graphs
-        if self.found.placed.arena_bytes <= self.failed:  # that failure proves nothing
-            self.failed = self.floor
+        size = self.found.placed.arena_bytes
+        if size <= self.failed and not (self.small and before - size <= self._small_enough):
+            self.failed = self.floor  # that failure proves nothing
         return True
 
     def _started(self, task: Task) -> Task:
@@ -276,7 +291,7 @@ class _Interval:
     def _small_enough(self) -> int:
         """Bytes of an interval that ends the search."""
         budget = self.task.problem.fixed_bytes + self._hint
-        return self.step if self.small else max(self.step, budget // RESOLUTION)
+        return max(self.step, budget // (FINE_RESOLUTION if self.small else RESOLUTION))
 
     def _next(self, *, last: bool) -> int:
         """The next arena to probe; that of the known schedule in the end, to confirm it."""

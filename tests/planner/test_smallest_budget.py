@@ -10,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.hard_graphs import parse_name
+from benchmarks.synthetic import gpt
 from coop_plan.planner import (
     METHODS,
     InfeasibleBudgetError,
@@ -24,9 +26,10 @@ from coop_plan.planner.core.memory_bounds import budget_lower_bound
 from coop_plan.planner.heuristic.eviction_run import Runner
 from coop_plan.planner.heuristic.params import DEFAULTS as DEFAULT_PARAMS
 from coop_plan.planner.heuristic.portfolio import Portfolio
-from coop_plan.planner.keep_all import lay_out_everything
+from coop_plan.planner.keep_all import keep_all_schedule, lay_out_everything
 from coop_plan.planner.method import Request
 from coop_plan.planner.placement.layout import lay_out_host
+from coop_plan.planner.search.compute.annealing import SequenceAnnealing
 from coop_plan.planner.search.makespan.annealing import MakespanSearch
 from coop_plan.planner.search.makespan.metropolis import evaluate_sequence
 from coop_plan.planner.search.makespan.params import DEFAULTS
@@ -36,7 +39,11 @@ from coop_plan.planner.search.makespan.sequence import (
     to_closed_program,
     to_sequence,
 )
-from coop_plan.planner.smallest_budget import COARSE_PROBES, Task
+from coop_plan.planner.smallest_budget import (
+    COARSE_PROBES,
+    Task,
+    common_divisor,
+)
 from coop_plan.schemas import Device, parse_graph
 from tests.strategies import graphs
 from tests.support import make_graph
@@ -143,10 +150,20 @@ def requests(monkeypatch):
     return asked
 
 
-def test_probes_of_a_larger_graph_start_from_the_least_schedule_before_one_full_search(requests):
+def test_probes_of_a_larger_graph_start_from_the_least_schedule_before_one_full_search(
+    requests, monkeypatch
+):
     """The full search starts from it too; in-place pairs make no second one, nor is it probed."""
+    sweep, swept = Portfolio.sweep, []
+
+    def recorded(portfolio):
+        swept.append(portfolio.request)
+        sweep(portfolio)
+
+    monkeypatch.setattr(Portfolio, "sweep", recorded)
     plan(stacked(55, pairs=True), "min")
     *probes, full = requests
+    assert full not in swept  # no scoring rule needs as little memory as that schedule
     assert all(request.any_schedule for request in probes)
     assert not full.any_schedule
     assert full.larger is not None and full.larger.arena_bytes == full.arena_bytes
@@ -157,6 +174,37 @@ def test_probes_of_a_larger_graph_start_from_the_least_schedule_before_one_full_
 def test_a_small_graph_meets_its_smallest_budget_without_a_start(requests):
     plan(stacked(8), "min")
     assert {request.larger for request in requests} == {None}
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("gpt:2", 18), ("hard:recurrent:2:70", 36), ("hard:tiny:1:40", 36)]
+)
+def test_the_smallest_budget_of_a_small_graph_takes_few_probes(name, most, requests, monkeypatch):
+    """With few repairs of a candidate, and one whole search in the end."""
+    repairs, search = set(), SequenceAnnealing.find_feasible
+
+    def recorded(annealing):
+        repairs.add(annealing.state.params.max_repairs)
+        search(annealing)
+
+    monkeypatch.setattr(SequenceAnnealing, "find_feasible", recorded)
+    graph = gpt(2) if name == "gpt:2" else parse_name(name)
+    made = plan(graph, "min")
+    assert repairs == {DEFAULT_PARAMS.tight_repairs}
+    whole = {request.arena_bytes for request in requests if not request.any_schedule}
+    probes = {request.arena_bytes for request in requests if request.any_schedule}
+    assert len(whole) <= 1
+    assert len(probes) <= most
+    assert plan(graph, made.budget_bytes).cost_us <= made.cost_us
+
+
+@settings(max_examples=60, deadline=None, phases=NOSHRINK)
+@given(graph=graphs(max_ops=20), alignment=st.sampled_from([1, 8, 512]))
+def test_every_live_sum_is_a_multiple_of_the_step_of_a_small_graph(graph, alignment):
+    problem = Problem.from_graph(graph, alignment)
+    step = common_divisor(problem)
+    assert step % alignment == 0
+    assert not (keep_all_schedule(problem).live_bytes() % step).any()
 
 
 def best_of_sweep(problem, request):

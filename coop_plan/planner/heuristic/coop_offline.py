@@ -21,6 +21,7 @@ from coop_plan.planner.heuristic.hill_climb import run_hill_climbs
 from coop_plan.planner.heuristic.params import DEFAULTS, CoopOfflineParams
 from coop_plan.planner.heuristic.portfolio import Portfolio
 from coop_plan.planner.heuristic.weight_annealing import WeightAnnealing, interval_classes
+from coop_plan.planner.keep_all import SMALL_PROBLEM_OPS
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.online.methods import run_coop
 from coop_plan.planner.online.run import CostLimitError, OnlineRun
@@ -56,9 +57,10 @@ class CoopOffline:
         portfolio, request = self.portfolio, self.request
         self._offer_start()
         self._offer_larger()
-        portfolio.sweep()
         # With a start, the search from there counts most.
         started = request.larger is not None
+        if not started or portfolio.best.found is None:
+            portfolio.sweep()
         if portfolio.best.found is None:
             portfolio.place_unplaced(1 if started else None)
         if portfolio.best.found is None and self._has_link:
@@ -107,7 +109,7 @@ class CoopOffline:
             annealing = self.params.sequence_annealing
             divisor = self.params.start_divisor * max(1, ops.size // self.problem.op_count)
             annealing = replace(annealing, fixed_steps=annealing.fixed_steps // divisor)
-            portfolio.params = replace(self.params, sequence_annealing=annealing)
+            portfolio.params = replace(portfolio.params, sequence_annealing=annealing)
         SequenceAnnealing(portfolio, ops).run_fixed_length()
 
     def _offer_start(self) -> None:
@@ -150,7 +152,11 @@ class CoopOffline:
             ops = to_sequence(start.schedule)
         else:
             ops = np.arange(self.problem.op_count) if run is None else run.run.ops
+        if self.problem.op_count <= SMALL_PROBLEM_OPS and not self._has_link:
+            moves = replace(self.params.moves, max_repairs=self.params.tight_repairs)
+            portfolio.params = replace(self.params, moves=moves)
         SequenceAnnealing(portfolio, ops).find_feasible()
+        portfolio.params = self.params
 
     @cached_property
     def _interval_classes(self) -> Ints:

@@ -298,6 +298,11 @@ class CoopOfflineParams(Params):
     """Further starts of the joint search: recompute plans at these shares between arena and peak.
     """
 
+    tight_repairs: Size = 3
+    """Most repairs of one candidate on small graphs in an arena that no run fits: most candidates
+    there cannot be repaired at all. On larger graphs fewer repairs miss smaller arenas.
+    """
+
     start_divisor: Count = 3
     """Divisor of the feasibility phase's steps if it starts from a known schedule."""
 
