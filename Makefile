@@ -27,6 +27,8 @@ demo: $(READY) ## Train GPT-2 in eager and under budgets, and compare
 cluster: $(READY) ## Start a local cluster of servers, workers and Redis, and send requests
 	$(BIN)/python -m benchmarks.local_cluster
 
+# One thread a worker: threads that wait for each other take the other worker's core.
+test: export OMP_NUM_THREADS = 1
 test: $(READY) ## Run all tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 

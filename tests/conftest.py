@@ -1,13 +1,12 @@
 import fcntl
+import os
 import shutil
 from types import CodeType
 
-import numba
 import pytest
 from hypothesis import settings
 
-from coop_plan.planner import plan
-from tests.support import make_graph
+from coop_plan.planner.kernels import ALL, compile_modules
 
 settings.register_profile("any machine", deadline=None)  # no test asserts seconds
 settings.load_profile("any machine")
@@ -31,20 +30,13 @@ def names(code):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled_kernels(tmp_path_factory):
-    """Compile (or load) the kernels before the first test, which then says nothing of it."""
-    if numba.config.DISABLE_JIT:
-        return
-    tensors = {0: ("input", 1), 9: ("output", 1)} | dict.fromkeys(range(1, 9), ("activation", 9))
-    ops = [{"inputs": [t - 1], "outputs": [t]} for t in range(1, 5)]
-    ops += [{"inputs": [t - 1, 9 - t], "outputs": [t]} for t in range(5, 10)]
-    graph = make_graph(tensors, ops)
-    # One worker compiles them, and the other loads what it has written.
-    with (tmp_path_factory.getbasetemp().parent / "kernels.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for method in ("coop", "coop-offline"):
-            plan(graph, "min", method=method)
-        plan(graph, "min", method="coop-offline", time_limit=1)  # what a deadline alone runs
+def compiled_kernels():
+    """Compile the kernels before the first test, which then says nothing of it.
+
+    Two workers begin at the two ends; none compiles what another one does.
+    """
+    first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
+    compile_modules(ALL if first else ALL[::-1])
 
 
 @pytest.fixture(scope="module")
