@@ -156,6 +156,19 @@ def test_hooks_before_the_step_are_refused():
     assert calls == ["after"]
 
 
+def test_hooks_of_this_package_are_allowed(monkeypatch):
+    """As those that measure a step, or lend an arena to it."""
+    model = Net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+
+    def before(*_):
+        """Nothing."""
+
+    monkeypatch.setattr(before, "__module__", "coop_plan.runtime.any")
+    optimizer.register_step_pre_hook(before)
+    step_of(model, optimizer)(*batches_of(0, 1))
+
+
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [

@@ -78,9 +78,13 @@ def has_gradient_hooks(leaf: torch.Tensor) -> bool:
 
 
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """True if functions run before an optimizer's step, its own or those of all optimizers."""
-    own = getattr(optimizer, "_optimizer_step_pre_hooks", None)
-    return bool(own or _global_optimizer_pre_hooks)
+    """True if functions run before an optimizer's step, its own or those of all optimizers.
+
+    Functions of this package do not count.
+    """
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", None) or {}
+    hooks = (*own.values(), *_global_optimizer_pre_hooks.values())
+    return any(not str(hook.__module__).startswith("coop_plan.") for hook in hooks)
 
 
 def accumulate_node(leaf: torch.Tensor) -> Any:
