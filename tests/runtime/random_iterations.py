@@ -77,13 +77,26 @@ EXCESS = re.compile(
 )
 
 
+def lines_told(messages):
+    """(step, bytes used, budget) of each line that told an excess."""
+    return [
+        (step, float(used) * UNITS[unit], float(budget) * UNITS[other])
+        for step, used, unit, budget, other in EXCESS.findall("\n".join(messages))
+    ]
+
+
 def told_excess(messages):
     """Largest excess in bytes that a line told of each step."""
     found = {}
-    for step, used, unit, budget, other in EXCESS.findall("\n".join(messages)):
-        excess = float(used) * UNITS[unit] - float(budget) * UNITS[other]
-        found[step] = max(excess, found.get(step, 0.0))
+    for step, used, budget in lines_told(messages):
+        found[step] = max(used - budget, found.get(step, 0.0))
     return found
+
+
+def told_bytes(messages, names, budget):
+    """Most bytes that a line told for steps with these names, and at most this budget."""
+    lines = (line for line in lines_told(messages) if line[0] in names and line[2] <= budget)
+    return max((used for _, used, _ in lines), default=0.0)
 
 
 class Told(logging.Handler):
@@ -312,14 +325,13 @@ def run_loop(of, loop, told, halves_run):
             assert (ours is None) == (theirs is None), f"iteration {number}: a gradient is missing"
             assert ours is None or torch.equal(ours, theirs), f"iteration {number}: other gradients"
         allowed, names = halves_run.look()
+        excess = 1.02 * max(0.0, told_bytes(told.messages, names, 1.01 * allowed) - allowed)
         if planned.kept is not None:  # as one of an earlier iteration
             allowed += planned.kept.nbytes * 2
         if iteration.stop is not None:  # no half follows that would tell of the loss's tensors:
             # two outputs, and three temporaries of the backward of `square`.
             allowed += max(5 * 4 * half[2] * half[4] for half in halves if half[0] == "F")
         beyond = used - other_bytes - allowed - TOLERANCE - PAGE * mappings
-        by_step = told_excess(told.messages)
-        excess = 1.02 * max(by_step.get(name, 0.0) for name in names)
         assert beyond <= excess, (
             f"iteration {number}: {beyond} beyond its budget of {allowed}, {excess} told of {names}"
         )

@@ -29,7 +29,7 @@ class BudgetCheck:
         self._strict = options.strict
         self._in_bytes = options.plan.budget.kind == "bytes"
         self._warned = False
-        self._known_excess = 0  # of an iteration
+        self._known_excess: dict[int, int] = {}  # of iterations, by budget
 
     def iteration(
         self,
@@ -39,10 +39,15 @@ class BudgetCheck:
         recorder: IterationRecorder,
         half: str,
     ) -> None:
-        """Report the half with which several graphs exceed their budget more than before."""
-        if peak <= budget + TOLERANCE + self._known_excess:
+        """Report the half with which several graphs exceed a budget more than before.
+
+        A later half that takes no more in the same iteration is not reported.
+        """
+        excess = peak - budget
+        known = TOLERANCE + self._known_excess.get(budget, 0)
+        if excess <= known or not recorder.note_excess(peak):
             return
-        self._known_excess = peak - budget
+        self._known_excess[budget] = excess
         text = (
             f"{self._lines.begin}: with the {half} of '{self._report.name}', the graphs of one"
             f" iteration used {format_bytes(peak)} of their budget of {format_bytes(budget)}"

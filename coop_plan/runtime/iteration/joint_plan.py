@@ -97,8 +97,8 @@ def plan_jointly(
     events: Sequence[Event],
     between: int,
     options: Options,
-    instead_of: int = 0,
-    otherwise: str = "are not planned together",
+    instead_of: int,
+    otherwise: str,
 ) -> JointPlan | None:
     """Plan the graphs of an iteration together; returns None, with a warning, if that fails.
 

@@ -3,10 +3,11 @@
 Invariant: at every moment the bytes of all that this thread holds for its planned calls are at most
 the budget, or a line says which call took them.
 
-An iteration lasts from a forward without waiting invocations to the next such forward. Its order,
-the steps and the sequence of their halves, is planned at its end (`runtime.iteration.joint_plan`).
-The next iteration that is expected to have the order runs that joint plan until it deviates. The
-expected order is the one that followed the longest stretch of earlier iterations like the latest.
+An iteration lasts from a forward without waiting invocations to the next such forward. Its order is
+its steps and the sequence of their halves. The next iteration that is expected to have the order is
+planned when it begins (`runtime.iteration.joint_plan`), and runs that joint plan until it deviates.
+The expected order is the one that followed the longest stretch of earlier iterations like the
+latest. An order that does not come again is never planned.
 """
 
 import itertools
@@ -72,13 +73,16 @@ TOLERANCE = 4096
 class _Order:
     """Steps of an iteration by call, its events, and its joint plan.
 
-    `calls` is empty until the order is planned. `replans` counts re-plans for excess bytes,
+    `calls` is empty until an iteration is recorded, which took `peak_bytes` by the plans of its
+    calls. `is_planned` is also True if that failed. `replans` counts re-plans for excess bytes,
     `observations` those for held or late tensors.
     """
 
     steps: tuple[weakref.ref[Any], ...]
     events: tuple[Event, ...]
     calls: list[RecordedCall] = field(default_factory=list)
+    peak_bytes: int = 0
+    is_planned: bool = False
     joint_plan: JointPlan | None = None
     replans: int = 0
     observations: int = 0
@@ -88,14 +92,16 @@ class _Iteration:
     """Calls and events so far. `order` is the `expected` one while it runs its joint plan.
 
     `run` is its window: the bytes that its thread allocated since it began. `budget_bytes` is the
-    largest budget of its calls. `returned` are the calls whose backward ended without an error.
+    largest budget of its calls, `noted_bytes` the peak that a line told. `returned` are the calls
+    whose backward ended without an error. `later_fresh` are the inputs allocated in its window of
+    each call of the later iterations.
     """
 
     def __init__(self) -> None:
         self.expected: _Order | None = None
         self.order: _Order | None = None
         self.run: Run | None = None
-        self.budget_bytes = self.peak_bytes = 0
+        self.budget_bytes = self.peak_bytes = self.noted_bytes = 0
         self.invocations: list[weakref.ref[Invocation]] = []
         self.steps: list[object] = []
         self.calls: list[RecordedCall] = []
@@ -107,6 +113,7 @@ class _Iteration:
         self.inputs: dict[int | None, int] = {}
         self.input_bytes = self.resident_bytes = self.absent_bytes = 0
         self.held_bytes: dict[int, int] = {}
+        self.later_fresh: list[Sequence[int]] = []
         self.observed: dict[int, list[tuple[int, HalfOutput, Callable[[], bool]]]] = {}
 
     def add(self, invocation: Invocation, step: object, call: RecordedCall) -> int:
@@ -138,6 +145,16 @@ class _Iteration:
         own.pop(None, None)
         return self.input_bytes - sum(own.values())
 
+    def hold(self, gradients: Mapping[int, int]) -> None:
+        """Count the bytes of held gradients, by address, that existed before it began."""
+        fresh = self.allocated(list(gradients))
+        before = (item for i, item in enumerate(gradients.items()) if i not in fresh)
+        self.held_bytes.update(before)
+
+    def allocated(self, addresses: Sequence[int | None]) -> Sequence[int]:
+        """Positions of the storages that were allocated since it began."""
+        return () if self.run is None else self.run.allocated(addresses)
+
     def output_bytes(self, number: int) -> int:
         """Bytes of the live outputs of other calls that are no inputs."""
         alive: dict[int | None, int] = {}
@@ -158,9 +175,14 @@ class _Iteration:
             self.steps.append(step)
             self.calls.append(call)
             call.released_at = {which: at + events for which, at in call.released_at.items()}
+            if not call.inputs and invocation is not None:  # the first of its iteration
+                set_inputs(call, invocation.inputs, self.made)
+            call.fresh = self.later_fresh.pop(0)
             self.made.update(call.made)
             if call.inputs:
                 self.count_inputs(len(self.calls) - 1)
+        self.budget_bytes = max(self.budget_bytes, other.budget_bytes)
+        self.noted_bytes = max(self.noted_bytes, other.noted_bytes)
         self.events += [(number + calls, backward) for number, backward in other.events]
         self.returned.update(number + calls for number in other.returned)
         for at, entries in other.observed.items():
@@ -253,7 +275,7 @@ class IterationRecorder:
 
     @property
     def will_plan(self) -> bool:
-        """True if this iteration is planned at its end, for the first time or after an excess."""
+        """True if the next such iteration is planned, for the first time or after an excess."""
         now = self._now
         if now.order is not None:
             return now.order.replans < MAX_REPLANS
@@ -266,7 +288,7 @@ class IterationRecorder:
 
     @property
     def will_plan_jointly(self) -> bool:
-        """True if this iteration has several calls and is planned at its end."""
+        """True if this iteration has several calls and the next such one is planned."""
         return len(self._now.calls) > 1 and self.will_plan
 
     def shared_memory(self) -> Memory | None:
@@ -306,9 +328,11 @@ class IterationRecorder:
             self._begin(step)
         now = self._now
         number = now.add(invocation, step, call)
+        for pending in self._pending:
+            pending.later_fresh.append(pending.allocated(storage_addresses(inputs)))
         if number:
             set_inputs(call, inputs, now.made)
-            call.fresh = now.run.allocated(storage_addresses(inputs)) if now.run else ()
+            call.fresh = now.allocated(storage_addresses(inputs))
             first = now.calls[0]
             if not first.inputs and (earlier := now.invocations[0]()) is not None:
                 set_inputs(first, earlier.inputs, now.made)
@@ -354,7 +378,7 @@ class IterationRecorder:
             self._now.observe(number, True, made, when)
 
     def received(self, invocation: Invocation, made: Sequence[Any]) -> None:
-        """Record the outputs of a call, and the gradients held before the first backward."""
+        """Record the outputs of a call, and the gradients held when it began."""
         now = self._now
         number = now.numbers[invocation]
         call = now.calls[number]
@@ -362,8 +386,10 @@ class IterationRecorder:
         call.output_bytes = [v.untyped_storage().nbytes() if has_storage(v) else 0 for v in made]
         now.made.update(call.made)
         now.observe(number, False, made, dict.fromkeys(range(len(made)), EVERY_EVENT))
-        if not any(backward for _, backward in now.events):
-            now.held_bytes |= invocation.held_bytes
+        held = dict(invocation.held_bytes)
+        for one in (now, *reversed(self._pending)):  # each may turn out to contain those after it
+            held = {address: size for address, size in held.items() if address not in one.made}
+            one.hold(held)
 
     def _recorded(self, invocation: Invocation) -> int | None:
         """Number of a call in an iteration of several; a single one has its own plan."""
@@ -388,6 +414,13 @@ class IterationRecorder:
             now.joint_plan.report.held_bytes = held
             now.joint_plan.report.measured_peak_bytes = peak
         return peak, now.budget_bytes
+
+    def note_excess(self, peak: int) -> bool:
+        """Note that a peak of the iteration is told; returns False if a line told it before."""
+        is_new = peak > self._now.noted_bytes + TOLERANCE
+        if is_new:
+            self._now.noted_bytes = peak
+        return is_new
 
     def finished(
         self,
@@ -459,9 +492,12 @@ class IterationRecorder:
         self._pending = self._pending[-MAX_PENDING:]
         self._end(over)
         self._now.expected = order = self._expected(step)
-        if order is not None and order.joint_plan is not None:
-            if update_held_gradients(order):
-                self._replan(order)
+        if order is None or not order.calls:
+            return
+        changed = update_held_gradients(order)
+        if not order.is_planned or (changed and order.joint_plan is not None):
+            self._plan(order)
+        if order.joint_plan is not None:
             self._now.order = order
 
     def _expected(self, step: object) -> _Order | None:
@@ -484,7 +520,7 @@ class IterationRecorder:
         return found
 
     def _end(self, over: _Iteration) -> None:
-        """End an iteration: plan its order if that has no plan, or again if it needs another."""
+        """End an iteration: keep its calls for a plan, or plan again if it needs another."""
         if not over.calls:
             return
         first = over.steps[0]
@@ -506,17 +542,11 @@ class IterationRecorder:
         elif len(over.calls) > 1 and not order.calls and all(call.inputs for call in over.calls):
             planned = sum(bool(other.calls) for other in known.values())
             if planned < (MAX_ORDERS if met else ORDERS_PLANNED_AT_ONCE):
-                self._plan(order, over.calls, over.peak_bytes)
+                order.calls, order.peak_bytes = over.calls, over.peak_bytes
+                set_accumulable(order.calls)
+                extend_saved_outputs(order.calls, order.events)
             elif len(known) > MAX_CALLS:
                 self._orders[over.steps[0]] = {k: o for k, o in known.items() if o.calls}
-
-    def _plan(self, order: _Order, calls: list[RecordedCall], peak_bytes: int) -> None:
-        """Plan a recorded order, which took `peak_bytes` by the plans of its calls."""
-        order.calls = calls
-        set_accumulable(calls)
-        extend_saved_outputs(calls, order.events)
-        update_held_gradients(order)
-        order.joint_plan = plan_jointly(calls, order.events, 0, self._options, peak_bytes)
 
     def _replan_if_needed(self, order: _Order, over: _Iteration) -> None:
         """Plan an order again if its iteration observed new tensors or exceeded the budget."""
@@ -525,7 +555,7 @@ class IterationRecorder:
             return
         if learn(order, over.calls):
             update_held_gradients(order)
-            self._replan(order)  # this may explain an excess
+            self._plan(order)  # this may explain an excess
             return
         report, replans = joint_plan.report, order.replans
         beyond = max(0, report.measured_peak_bytes - report.budget_bytes)
@@ -533,7 +563,7 @@ class IterationRecorder:
             return
         order.replans = replans + 1
         if replans < MAX_REPLANS:
-            self._replan(order, beyond)
+            self._plan(order, beyond)
             return
         message = (
             f"{len(joint_plan.plans)} graphs of one iteration and the code between them use"
@@ -544,17 +574,19 @@ class IterationRecorder:
             raise BudgetExceededError(message)
         log.warning("%s", message)
 
-    def _replan(self, order: _Order, beyond: int = 0) -> None:
-        """Replace the joint plan by one with `beyond` more bytes between the graphs."""
-        assert order.joint_plan is not None
-        between = order.joint_plan.between + beyond
-        taken = order.joint_plan.report.measured_peak_bytes
-        again = plan_jointly(
-            *(order.calls, order.events, between, self._options, taken, "keep their joint plan")
-        )
-        if again is not None:
-            drop(order.joint_plan.report)
-            order.joint_plan = again
+    def _plan(self, order: _Order, beyond: int = 0) -> None:
+        """Plan an order, again with `beyond` more bytes between the graphs."""
+        order.is_planned, old = True, order.joint_plan
+        between, taken, otherwise = 0, order.peak_bytes, "are not planned together"
+        if old is not None:
+            between, taken = old.between + beyond, old.report.measured_peak_bytes
+            otherwise = "keep their joint plan"
+        made = plan_jointly(order.calls, order.events, between, self._options, taken, otherwise)
+        if made is None:
+            return
+        if old is not None:
+            drop(old.report)
+        order.joint_plan = made
 
 
 def set_accumulable(calls: Sequence[RecordedCall]) -> None:
