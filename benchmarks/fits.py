@@ -278,10 +278,10 @@ def main() -> int:
             found = captures.capture(request)
             graph, eager = found.graph, found.eager
             assert eager is not None
-            outside = eager.outside_step(rests=False)
             smallest = None
             if arguments.smallest:
-                smallest = plan(graph, "min", outputs="gradients", link=0).peak_bytes + outside
+                least = plan(graph, "min", outputs="gradients", link=0)
+                smallest = eager.with_plan(graph, least, rests=False)
             kept = plan(graph, "100%", method="keep-all", outputs="gradients")
             difference = eager.peak_bytes * GIGA / setup.published_gb - 1
             unexplained += abs(difference) > TOLERANCE and not setup.reason
@@ -290,7 +290,7 @@ def main() -> int:
                 published_gb=setup.published_gb,
                 measured=setup.measured,
                 eager=eager.peak_bytes,
-                keep_all=kept.peak_bytes + outside,
+                keep_all=eager.with_plan(graph, kept, rests=False),
                 smallest=smallest,
                 difference=difference,
                 reason=setup.reason if abs(difference) > TOLERANCE else "",

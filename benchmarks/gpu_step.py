@@ -65,6 +65,7 @@ GIB = {
     "fraction": 8,
     "tried": 8,
     "largest": 34,
+    "update": 12,
 }
 """Device memory of each check, about."""
 

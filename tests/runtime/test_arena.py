@@ -9,14 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coop_plan.runtime import BuildError
 from coop_plan.runtime.device import build
 from coop_plan.runtime.device.arena import (
+    MAX_COPIES,
     SERVED_OUTSIDE,
     Arena,
     Memory,
     Run,
+    aligned,
+    packed,
     process_bytes,
     reset_peak,
 )
@@ -296,3 +301,32 @@ def test_the_arena_is_given_back_after_a_step_that_could_not_begin(own_cache, mo
     del model, step
     settle()
     assert process_bytes()[0] - before < 512 * 512 * 4
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20_000)), max_size=12),
+    st.integers(0, 60_000),
+)
+def test_packed_tensors_leave_one_gap(drawn, rest):
+    """No move reaches a tensor that has not moved, and no large gap is left before the last one."""
+    places, sizes, end = [], [], 0
+    for gap, size in drawn:
+        places.append(end + 512 * gap)
+        sizes.append(size)
+        end = aligned(places[-1] + size)
+    now = dict(enumerate(places))
+    moves = list(packed(places, sizes, end + rest))
+    for number, to in moves:
+        assert to % 512 == 0
+        assert to < now[number]
+        others = {i: at for i, at in now.items() if i != number}
+        assert all(at + sizes[i] <= to or at >= to + sizes[number] for i, at in others.items())
+        now[number] = to
+    gaps, end = [], 0
+    for number, at in now.items():
+        gaps.append(at - end)
+        end = aligned(at + sizes[number])
+    largest = max([*gaps, rest, 0])
+    assert largest >= 2 * sum(sizes) or all(
+        gap * MAX_COPIES < size for gap, size in zip(gaps, sizes, strict=True)
+    )

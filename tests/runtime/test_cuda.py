@@ -56,6 +56,15 @@ def test_the_benchmark_on_a_pretended_device(library, cache):
     assert re.search(r"coop min .* none", said), said
 
 
+@cpu_build
+def test_the_check_of_the_update_on_a_pretended_device(library, cache):
+    pytest.importorskip("transformers")
+    small = ("--small", "--only", "update")
+    code, said = run("tests.runtime.simulated_cuda", library, "benchmarks.gpu_step", *small)
+    assert code == 0, said
+    assert "all held" in said
+
+
 def test_each_check_of_the_benchmark_has_a_process_of_its_own(cache, tmp_path):
     """One that crashes, here for want of CUDA, costs itself alone."""
     pytest.importorskip("transformers")

@@ -5,6 +5,8 @@ import copy
 import ctypes
 import functools
 import gc
+import itertools
+import random
 import sys
 from unittest.mock import Mock
 
@@ -25,6 +27,7 @@ from coop_plan.runtime.device.copy_engines import (
 )
 from coop_plan.runtime.execute import find_plan
 from coop_plan.runtime.execute.rng_state import CudaGenerator
+from coop_plan.runtime.offline_capture import gap
 from coop_plan.runtime.torch_internals import cuda as library
 from tests.runtime.networks import Mlp
 from tests.runtime.swapping import swap_plan
@@ -228,6 +231,142 @@ def test_gradients_that_leave_the_arena_take_no_more_than_the_budget():
         expected(batch).backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     assert all(map(torch.equal, gradients, [p.grad for p in expected.parameters()]))
+
+
+def requested(which):
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
+
+
+class Widths(nn.Module):
+    """Layers of these widths: large ones last, so that gradients lie between gaps."""
+
+    def __init__(self, *widths):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_an_update_runs_in_the_idle_arena(seed):
+    """At most what the arena cannot hold is allocated; numbers and states are those of eager."""
+    draw = random.Random(seed)
+    outputs, budget = draw.choice(["outside", "gradients"]), draw.choice(["100%", "min"])
+    rows = draw.choice([4, 64, 700])
+    widths = [draw.choice([8, 60, 64, 129]) for _ in range(draw.randint(3, 6))]
+    model = Widths(*widths).cuda()
+    batch = torch.randn(rows, widths[0], device="cuda")
+    other = copy.deepcopy(model)
+    loops = [
+        (model, torch.compile(model, backend="aot_eager"), []),
+        (other, compiled(other, budget, outputs=outputs), []),
+    ]
+    for module, step, extra in loops:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, foreach=True)
+        for turn in range(4):
+            step(batch).backward()
+            held, view = module.layers[0].weight.grad, module.layers[0].weight.grad.view(-1)[1:]
+            before = requested("current")
+            torch.cuda.reset_peak_memory_stats()
+            optimizer.step()
+            assert torch.equal(held.view(-1)[1:], view)
+            extra.append((requested("peak") - before, requested("current") - before))
+            optimizer.zero_grad() if turn < 2 else optimizer.zero_grad(set_to_none=False)
+            del held, view
+        for state in optimizer.state.values():
+            extra.append((state["exp_avg"].clone(), state["exp_avg_sq"].clone()))
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
+    (_, _, eager), (_, _, ours) = loops
+    for (exp, square), (exp_too, square_too) in zip(eager[4:], ours[4:], strict=True):
+        assert torch.equal(exp, exp_too) and torch.equal(square, square_too)
+    states = eager[0][1]
+    assert ours[0][1] == states  # none of them is in the arena
+    (report,) = runtime.reports()
+    taken = report.planned_arena_bytes - sum(map(cuda_size, other.parameters()))
+    temporaries = eager[1][0]
+    if taken > temporaries + 512 * len(widths) * 4:
+        assert [peak for peak, _ in ours[1:4]] == [0, 0, 0]
+        assert ours[0][0] <= states
+    assert all(mine[0] <= theirs[0] for mine, theirs in zip(ours[:4], eager[:4], strict=True))
+
+
+def test_an_update_that_fails_leaves_nothing_lent():
+    model, batch = Mlp().cuda(), torch.randn(256, 64, device="cuda")
+    step = compiled(model, "100%", outputs="gradients")
+
+    class Failing(torch.optim.SGD):
+        __module__ = "torch.optim.sgd"
+
+        def step(self, closure=None):
+            self.kept = torch.ones(1000, device="cuda")
+            raise ValueError("fails")
+
+    expected = []
+    optimizer = Failing(model.parameters())
+    for _ in range(3):
+        step(batch).backward()
+        with pytest.raises(ValueError, match="fails"):
+            optimizer.step()
+        expected.append([p.grad.clone() for p in model.parameters()])
+        optimizer.zero_grad()
+        assert torch.equal(optimizer.kept, torch.ones(1000, device="cuda"))
+    assert all(map(torch.equal, expected[0], expected[2]))
+    torch.optim.SGD(model.parameters()).step()
+    before = requested("current")
+    held = torch.ones(1000, device="cuda")
+    assert requested("current") == before + held.nbytes
+
+
+@pytest.mark.parametrize("module", ["torch.optim.own", "own"])
+def test_who_borrows_nothing(module, monkeypatch):
+    """An optimizer that is not PyTorch's, and a step in a CUDA graph."""
+    model, batch = Mlp().cuda(), torch.randn(256, 64, device="cuda")
+
+    class Own(torch.optim.Optimizer):
+        __module__ = module
+
+        def step(self, closure=None):
+            self.temporary = torch.ones(1000, device="cuda")
+
+    compiled(model, "100%")(batch).backward()
+    optimizer = Own(model.parameters(), {})
+    if module != "own":
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    before = requested("current")
+    optimizer.step()
+    assert requested("current") == before + SIZE
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_temporaries_are_placed_as_they_are_counted(x, seed):
+    """First fit in one gap, as `coop-plan fit` counts the update of an idle arena."""
+    draw = random.Random(seed)
+    memory = Memory()
+    memory.reserve(50 * 512, 0)
+    changes, alive = [], []
+    before, most = requested("current"), 0
+    assert memory.lend()
+    for _ in range(200):
+        if alive and draw.random() < 0.5:
+            number, tensor = alive.pop(draw.randrange(len(alive)))
+            changes.append(-1 - number)
+            del tensor
+        else:
+            size = 512 * draw.choice([1, 2, 3, 9, 20])
+            number = sum(change > 0 for change in changes)
+            alive.append((number, torch.empty(size, dtype=torch.uint8, device="cuda")))
+            changes.append(size)
+        most = max(most, requested("current") - before)
+    assert most == gap.beyond(changes, 50 * 512)
+    memory.recall([tensor for _, tensor in alive])
+    assert memory.live_offsets == []
+
+
+def cuda_size(tensor):
+    return -(-tensor.nbytes // 512) * 512
 
 
 def test_gradients_in_the_arena_cannot_be_captured(capturing):

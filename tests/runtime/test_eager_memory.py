@@ -4,16 +4,21 @@ import gc
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from coop_plan.runtime import CaptureError
 from coop_plan.runtime.device import arena
+from coop_plan.runtime.offline_capture import gap
 from coop_plan.runtime.offline_capture.eager_memory import StorageLog, count_eager
+from coop_plan.runtime.offline_capture.eager_parts import EagerMemory, EagerParts
 from coop_plan.runtime.offline_capture.optimizer_spec import OPTIMIZERS, OptimizerSpec
 from coop_plan.runtime.offline_capture.optimizers import Update
 from coop_plan.runtime.torch_internals.fakes import FakeTensorMode, convertible_modules
 from coop_plan.schemas import InvalidInputError
+from tests.support import make_graph
 
 WIDTH = 256
 
@@ -197,3 +202,40 @@ def test_loading_counts_what_is_cast():
 def test_a_step_without_gradients_is_refused():
     with pytest.raises(CaptureError, match="needs no gradient"):
         counted(lambda: (lambda x: x.sum(), (torch.ones(4),), None))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 99), st.integers(1, 40)), max_size=60))
+def test_bytes_beyond_a_gap(drawn):
+    """Nothing is beyond a gap that holds all by first fit, and all is beyond none."""
+    changes, alive = [], []
+    for frees, which, size in drawn:
+        if frees and alive:
+            changes.append(-1 - alive.pop(which % len(alive)))
+        else:
+            alive.append(sum(change > 0 for change in changes))
+            changes.append(512 * size)
+    enough = gap.gap_for(changes)
+    assert gap.peak(changes) <= enough
+    assert gap.beyond(changes, enough) == 0
+    assert gap.beyond(changes, 0) == gap.peak(changes)
+    for part in range(0, enough, 5 * 512):
+        beyond = gap.beyond(changes, part)
+        assert gap.peak(changes) - part <= beyond <= gap.peak(changes)
+
+
+def test_a_budget_on_a_gpu_leaves_the_update_s_temporaries_room():
+    """They lie in the arena if it is large enough, else beside it."""
+    eager = EagerMemory(
+        step=EagerParts(weights=1024, states=2048),
+        update=EagerParts(gradients=1024, update=2048),
+        update_bytes=2048,
+        lent=(1024, 1024, -1, -2),
+        resident_bytes=1024,
+    )
+    graph = make_graph(
+        {0: ("parameter", 1024), 1: ("output", 512)}, [{"id": 0, "inputs": [0], "outputs": [1]}]
+    )
+    enough = 1024 + 1024 + 2048 + 1024
+    assert eager.step_budget(graph, 2048 + enough, rests=False) == enough
+    assert eager.step_budget(graph, 2048 + enough - 1, rests=False) == enough - 1 - 2048
+    assert eager.step_budget(graph, 2048 + enough - 1, rests=True) == enough - 1

@@ -13,12 +13,17 @@ from coop_plan.runtime import CaptureError
 from coop_plan.runtime.capture import op_timing
 from coop_plan.runtime.offline_capture import calibrate, fake_device
 from coop_plan.runtime.offline_capture.devices import DeviceSpec, built_in, device
-from coop_plan.runtime.offline_capture.fake_device import CaptureRequest, capture_for
+from coop_plan.runtime.offline_capture.fake_device import (
+    CaptureRequest,
+    OfflineCapture,
+    capture_for,
+)
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
 from coop_plan.runtime.offline_capture.roofline import Roofline
 from coop_plan.runtime.offline_capture.target import capture, capture_target
 from coop_plan.runtime.torch_internals.fakes import FakeTensorMode
 from coop_plan.schemas import Compute, InvalidInputError
+from tests.runtime.test_fit_budget import SOURCE as FIT_SOURCE
 
 cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch is built for CUDA")
 
@@ -378,6 +383,32 @@ def test_an_op_costs_its_operations_its_bytes_or_a_launch():
     slow = product(CPU, memory_share=0.5)
     graph = fake_step(lambda a: a.sin().sum(), (64, 32), spec=slow)
     assert cost_of(graph, "aten.sin") == pytest.approx(2 * 64 * 32 * 4 / 0.5e9 * 1e6)
+
+
+@cpu_build
+@pytest.mark.parametrize(("name", "batch"), [("deep", 512), ("deep", 2), ("convolution", 8)])
+def test_keep_all_takes_no_more_than_eager_on_cuda(name, batch, importable):
+    """The update of each optimizer included.
+
+    If that is eager's peak, the arena's gap may be smaller than one temporary, and lie beside it.
+    """
+    importable("heavy", FIT_SOURCE)
+    with OfflineCapture() as captures:
+        for optimizer in (None, "momentum", "adamw", "adafactor", "muon"):
+            request = CaptureRequest(
+                target=f"heavy:{name}",
+                spec=device("a100-80gb"),
+                batch=batch,
+                optimizer=optimizer and OptimizerSpec(name=optimizer),
+                eager=True,
+            )
+            graph, eager, _ = captures.capture(request)
+            made = plan(graph, "100%", method="keep-all", outputs="gradients")
+            beside = 0
+            if eager.update and eager.update.total > eager.step.total:
+                beside = made.arena_bytes - eager.update.gradients
+            assert eager.with_plan(graph, made, rests=False) <= eager.peak_bytes + beside
+            assert beside <= 1024
 
 
 def test_cublas_has_a_workspace_on_cuda_alone():

@@ -7,7 +7,8 @@
 // On CUDA the function `allocate` of PyTorch's allocator is replaced. Allocations that the plan
 // does not place keep PyTorch's cache, errors, streams, statistics and CUDA graph pools.
 // (PyTorch's pluggable allocators have none of these.) The memory of an arena is a tensor that the
-// caller owns.
+// caller owns. Memory that is lent serves the borrower's current stream only. `record_stream` has no
+// effect on a borrowed tensor, as on any tensor of an arena.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -17,6 +18,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
@@ -95,15 +97,27 @@ void cuda_release(void* pointer) {
   own(pointer);
 }
 
+at::DataPtr in_memory(const Memory* memory, char* p) {
+  const auto index = static_cast<c10::DeviceIndex>(memory->device);
+  return {p, p, &cuda_release, at::Device(at::DeviceType::CUDA, index)};
+}
+
+// Device and stream that an allocation of this thread is for.
+std::pair<int, int64_t> device_and_stream() {
+  const auto* guard = c10::impl::getDeviceGuardImpl(at::DeviceType::CUDA);
+  const at::Device device = guard->getDevice();
+  return {device.index(), guard->getStream(device).id()};
+}
+
 at::DataPtr cuda_allocate(void* self, size_t size) {
-  char* placed;
   {
     std::lock_guard<std::mutex> lock(mutex);
-    placed = planned(size, true).second;
-  }
-  if (char* p = placed) {
-    const auto index = static_cast<c10::DeviceIndex>(active->memory->device);
-    return {p, p, &cuda_release, at::Device(at::DeviceType::CUDA, index)};
+    if (char* p = planned(size, true).second) return in_memory(active->memory, p);
+    if (!lent.empty() && size > 0 && !inside_op && !recording) {
+      const auto [device, stream] = device_and_stream();
+      const auto [memory, p] = borrowed(size, this_thread(), device, stream);
+      if (p != nullptr) return in_memory(memory, p);
+    }
   }
   at::DataPtr data = original_cuda(self, size);
   void* p = data.get();
@@ -222,18 +236,54 @@ PyObject* memory_rest(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// Offsets of the live tensors in a memory.
+// Offsets of the slots of the live tensors in a memory; kBorrowed for one from a loan.
 PyObject* memory_there(PyObject*, PyObject* handle) {
   std::vector<int64_t> found;
   {
     std::lock_guard<std::mutex> lock(mutex);
-    for (const auto& [begin, living] : as<Memory>(handle)->live) found.push_back(begin);
+    for (const auto& [begin, living] : as<Memory>(handle)->live) found.push_back(living.planned);
   }
   PyObject* list = PyList_New(static_cast<Py_ssize_t>(found.size()));
   for (size_t i = 0; i < found.size(); ++i) {
     PyList_SetItem(list, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(found[i]));
   }
   return list;
+}
+
+// Lends a memory to this thread, for allocations on its current stream.
+PyObject* memory_lend(PyObject*, PyObject* handle) {
+  const int64_t stream = device_and_stream().second;
+  std::lock_guard<std::mutex> lock(mutex);
+  lend(as<Memory>(handle), this_thread(), stream);
+  Py_RETURN_NONE;
+}
+
+// Ends a loan; returns the number of its tensors that are alive.
+PyObject* memory_recall(PyObject*, PyObject* handle) {
+  std::lock_guard<std::mutex> lock(mutex);
+  Memory* memory = as<Memory>(handle);
+  recall(memory);
+  const auto found = std::count_if(memory->live.begin(), memory->live.end(), [](const auto& entry) {
+    return entry.second.slot == kBorrowed;
+  });
+  return PyLong_FromSsize_t(found);
+}
+
+// Moves the live tensor of a storage to a free place in its memory; the caller copies its bytes.
+PyObject* memory_move(PyObject*, PyObject* args) {
+  PyObject *handle, *object;
+  long long offset;
+  if (!PyArg_ParseTuple(args, "OOL", &handle, &object, &offset)) return nullptr;
+  Memory* memory = as<Memory>(handle);
+  auto* storage = as<c10::StorageImpl>(object);
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto entry = memory->live.find(static_cast<char*>(storage->mutable_data()) - memory->base);
+  LiveTensor moved = entry->second;
+  moved.end += offset - entry->first;
+  memory->live.erase(entry);
+  memory->live.emplace(offset, moved);
+  storage->set_data_ptr(in_memory(memory, memory->base + offset)).release_context();
+  Py_RETURN_NONE;
 }
 
 // Exchanges the memory of two storages of equal size, of which one may have none.
@@ -321,6 +371,8 @@ PyObject* begin(PyObject*, PyObject* args) {
   {
     std::lock_guard<std::mutex> lock(mutex);
     wake(memory);
+    recall_from(this_thread());
+    recall(memory);
     if (memory->device == kCpu) {
       resize(memory, bytes);
     }
@@ -498,7 +550,14 @@ PyMethodDef methods[] = {
     {"memory_retire", memory_retire, METH_O, "Unmap a memory after its last tensor dies."},
     {"memory_rest", memory_rest, METH_VARARGS,
      "(handle, ceiling): mark as idle; free pages before the process exceeds the ceiling."},
-    {"memory_there", memory_there, METH_O, "(handle) -> offsets of its live tensors, ascending"},
+    {"memory_there", memory_there, METH_O,
+     "(handle) -> offsets of the slots of its live tensors, ascending by address; -1: from a loan"},
+    {"memory_lend", memory_lend, METH_O,
+     "(handle): serve allocations of this thread on its current stream from free bytes."},
+    {"memory_recall", memory_recall, METH_O,
+     "(handle): end a loan. -> number of its tensors that are alive"},
+    {"memory_move", memory_move, METH_VARARGS,
+     "(handle, storage, offset): move a live tensor within its memory, without its bytes."},
     {"exchange_memory", exchange_memory, METH_VARARGS,
      "(storage, storage): exchange the memory of two c10::StorageImpl."},
     {"program_create", program_create, METH_VARARGS, "(first, sizes, offsets, again, smaller) -> handle"},

@@ -11,6 +11,10 @@
 // If tensors of a memory are still alive when another run begins, they keep their pages, and the
 // run gets other memory.
 //
+// A memory on a CUDA device may be lent to one thread between two runs: bytes without a live tensor
+// then serve all allocations of that thread on one stream, by first fit. A loan ends with the next
+// run of the thread. Tensors that outlive it occupy their bytes as any live tensor does.
+//
 // One mutex guards all shared state. It is held during a fork, so that it is free in the child.
 
 #pragma once
@@ -37,12 +41,15 @@ struct Slot {
 };
 
 constexpr int kCpu = -1;  // device index of CPU memory
+constexpr int64_t kBorrowed = -1;
+constexpr int64_t kDeviceAlignment = 512;  // of allocations from a loan
 constexpr int kMaxPolls = 300;  // polls, 100 µs apart, for a slot to become free
 
 struct LiveTensor {
   int64_t end;      // offset
   int64_t program;  // number of its program
-  int64_t slot;     // its slot in the program
+  int64_t slot;     // its slot in the program; kBorrowed: from a loan
+  int64_t planned;  // offset of that slot
 };
 
 struct Memory {
@@ -55,6 +62,9 @@ struct Memory {
   bool retired = false;
   int64_t ceiling = -1;  // if idle: its pages are freed before the process exceeds this; -1: in use
   int64_t tail = 0;      // pages from this offset on are freed
+  Thread borrower = 0;   // thread that it is lent to; 0: none
+  int64_t stream = 0;    // stream whose allocations it then serves
+  std::map<int64_t, int64_t> gaps;  // free bytes of a loan: begin to end
 };
 
 struct Program {
@@ -90,6 +100,7 @@ struct Run {
 constexpr int64_t kPage = 4096;
 auto& memories = *new std::map<char*, Memory*>();  // by base address; guarded by mutex
 auto& idle = *new std::vector<Memory*>();          // guarded by mutex
+auto& lent = *new std::vector<Memory*>();          // guarded by mutex
 int64_t programs = 0;                              // number of programs so far; guarded by mutex
 
 struct Event {
@@ -110,6 +121,10 @@ thread_local std::vector<Event>* events = nullptr;
 
 int64_t page_below(int64_t offset) { return offset / kPage * kPage; }
 int64_t page_above(int64_t offset) { return (offset + kPage - 1) / kPage * kPage; }
+
+int64_t aligned(int64_t offset) {
+  return (offset + kDeviceAlignment - 1) / kDeviceAlignment * kDeviceAlignment;
+}
 
 // The caller of all functions below holds the mutex.
 
@@ -180,8 +195,71 @@ void wake(Memory* memory) {
   std::erase(idle, memory);
 }
 
+void recall(Memory* memory) {
+  if (memory->borrower == 0) return;
+  memory->borrower = 0;
+  memory->gaps.clear();
+  std::erase(lent, memory);
+}
+
+// Ends the loans to a thread.
+void recall_from(Thread thread) {
+  for (Memory* memory : std::vector<Memory*>(lent)) {
+    if (memory->borrower == thread) recall(memory);
+  }
+}
+
+void lend(Memory* memory, Thread thread, int64_t stream) {
+  recall(memory);
+  memory->borrower = thread;
+  memory->stream = stream;
+  int64_t begin = 0;
+  const auto add = [&](int64_t end) {
+    if (begin < end) memory->gaps.emplace(begin, end);
+  };
+  for (const auto& [offset, living] : memory->live) {
+    add(offset / kDeviceAlignment * kDeviceAlignment);
+    begin = std::max(begin, aligned(living.end));
+  }
+  add(static_cast<int64_t>(memory->bytes) / kDeviceAlignment * kDeviceAlignment);
+  lent.push_back(memory);
+}
+
+// The first gap of the thread's loans that holds so many bytes; null and null if none does.
+std::pair<Memory*, char*> borrowed(size_t size, Thread thread, int device, int64_t stream) {
+  const int64_t bytes = aligned(static_cast<int64_t>(size));
+  for (Memory* memory : lent) {
+    if (memory->borrower != thread || memory->device != device || memory->stream != stream) continue;
+    for (auto gap = memory->gaps.begin(); gap != memory->gaps.end(); ++gap) {
+      const auto [begin, end] = *gap;
+      if (end - begin < bytes) continue;
+      memory->gaps.erase(gap);
+      if (begin + bytes < end) memory->gaps.emplace(begin + bytes, end);
+      memory->live.emplace(begin, LiveTensor{begin + bytes, 0, kBorrowed, kBorrowed});
+      return {memory, memory->base + begin};
+    }
+  }
+  return {nullptr, nullptr};
+}
+
+// Adds the bytes of a borrowed tensor that died to the gaps of the loan.
+void return_gap(Memory* memory, int64_t begin, int64_t end) {
+  auto& gaps = memory->gaps;
+  auto next = gaps.lower_bound(begin);
+  if (next != gaps.end() && next->first == end) {
+    end = next->second;
+    next = gaps.erase(next);
+  }
+  if (next != gaps.begin() && std::prev(next)->second == begin) {
+    std::prev(next)->second = end;
+  } else {
+    gaps.emplace(begin, end);
+  }
+}
+
 void retire(Memory* memory) {
   wake(memory);
+  recall(memory);
   memory->retired = true;
   if (memory->live.empty()) return unmap(memory);
   if (memory->device != kCpu) return;
@@ -207,7 +285,9 @@ bool freed_in_memory(void* pointer) {
   if (entry == memory->live.end()) return true;
   const int64_t begin = entry->first;
   const int64_t end = entry->second.end;
+  const bool from_loan = entry->second.slot == kBorrowed;
   memory->live.erase(entry);
+  if (from_loan && memory->borrower != 0) return_gap(memory, begin, end);
   if (!memory->retired) return true;
   if (memory->live.empty()) {
     unmap(memory);
@@ -288,7 +368,8 @@ std::pair<Served, char*> planned(size_t size, bool cuda) {
     return {Served::kByNobody, nullptr};
   }
   active->memory->live.emplace(
-      slot.offset, LiveTensor{end, active->program->number, static_cast<int64_t>(number)});
+      slot.offset,
+      LiveTensor{end, active->program->number, static_cast<int64_t>(number), slot.offset});
   if (end > active->high_water) active->high_water = end;
   return {Served::kInArena, active->memory->base + slot.offset};
 }

@@ -1,6 +1,6 @@
 """The arena: the memory in which a step runs, and the slots of its allocations."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from coop_plan.runtime.device.build import arena as extension
-from coop_plan.runtime.device.cuda import Block, moved_out
+from coop_plan.runtime.device.cuda import Block, copy_out, moved_out
 from coop_plan.runtime.errors import CudaGraphError
-from coop_plan.runtime.torch_internals.ops import storage_reference
+from coop_plan.runtime.options import CUDA_ALIGNMENT
+from coop_plan.runtime.torch_internals.ops import storage_object, storage_reference
 
 SERVED_OUTSIDE = -1
 """Offset of a slot that PyTorch's allocator serves: for an output that outlives the step."""
@@ -78,7 +79,7 @@ class Memory:
 
     @property
     def live_offsets(self) -> list[int]:
-        """Offsets of the live tensors in it, ascending."""
+        """Offsets of the slots of its live tensors, by address; -1 for a borrowed one."""
         found: list[int] = self._ext.memory_there(self._handle) if self._handle else []
         return found
 
@@ -142,13 +143,48 @@ class Memory:
             if self.live_offsets:
                 self._retire()
             return
-        found = [storage for result in self._results if (storage := result()) is not None]
+        found = self._live_results()
         if found:
             self._block.use()
         self._results = []
         with moved_out(found, self._block.device):
             if retire:
                 self._retire()
+
+    def lend(self) -> bool:
+        """Let free bytes serve this thread's allocations outside ops, until `recall` or a run.
+
+        Returns:
+            False if it cannot be lent: it is on the CPU, or a CUDA graph holds its addresses.
+        """
+        if self._block is None or self._block.captured:
+            return False
+        self._block.use()
+        if len(found := self._live_results()) == len(self.live_offsets):
+            sizes = [storage.nbytes() for storage in found]
+            places = [storage.data_ptr() - self._block.address for storage in found]
+            for number, offset in packed(places, sizes, self.bytes):
+                self._block.move(places[number], offset, sizes[number])
+                self._ext.memory_move(self._handle, storage_object(found[number]), offset)
+        self._ext.memory_lend(self._handle)
+        return True
+
+    def recall(self, kept: Iterable[object]) -> None:
+        """End a loan; borrowed tensors among `kept` move to PyTorch's allocator."""
+        if not self._handle or self._block is None or not self._ext.memory_recall(self._handle):
+            return
+        begin, end = self._block.address, self._block.address + self.bytes
+        for value in kept:
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                storage = value.untyped_storage()
+                if begin <= storage.data_ptr() < end:
+                    copy_out(storage, self._block.device)
+
+    def _live_results(self) -> list[torch.UntypedStorage]:
+        """Storages of the noted results that are alive, by address."""
+        found = (storage for result in self._results if (storage := result()) is not None)
+        by_address = {storage.data_ptr(): storage for storage in found}
+        return [by_address[address] for address in sorted(by_address)]
 
     def count_in(self, run: int) -> None:
         """Count its bytes in the run with this handle."""
@@ -159,6 +195,41 @@ class Memory:
         """Mark as idle: on the CPU, pages are freed before the process exceeds `ceiling` bytes."""
         if self._handle:
             self._ext.memory_rest(self._handle, ceiling)
+
+
+MAX_COPIES = 256
+"""Copies by which a tensor may move to a place that overlaps its own."""
+
+
+def packed(places: Sequence[int], sizes: Sequence[int], end: int) -> Iterator[tuple[int, int]]:
+    """Moves to lower offsets, in order, after which the bytes up to `end` are one gap.
+
+    There are none if one gap holds two copies of all tensors: a foreach update takes one. A tensor
+    whose move would take more than `MAX_COPIES` copies stays.
+
+    Args:
+        places: offsets of tensors in a memory, ascending.
+        sizes: their bytes.
+        end: bytes of the memory.
+
+    Yields:
+        The position of a tensor, and its new offset.
+    """
+    ends = [aligned(place + size) for place, size in zip(places, sizes, strict=True)]
+    gaps = (after - before for before, after in zip([0, *ends], [*places, end], strict=True))
+    if max(gaps) >= 2 * sum(sizes):
+        return
+    free = 0
+    for number, (place, size) in enumerate(zip(places, sizes, strict=True)):
+        if size <= MAX_COPIES * (place - free):
+            yield number, free
+            place = free
+        free = aligned(place + size)
+
+
+def aligned(size: int) -> int:
+    """`size` rounded up as PyTorch's CUDA allocator does."""
+    return -(-size // CUDA_ALIGNMENT) * CUDA_ALIGNMENT
 
 
 _blocks_in_use: list[tuple[int, Block]] = []

@@ -110,6 +110,14 @@ class Block:
             self._tensor.record_stream(stream)
             self._stream = stream
 
+    def move(self, begin: int, to: int, size: int) -> None:
+        """Copy `size` bytes from offset `begin` to the lower `to`, in parts if they overlap."""
+        gap = begin - to
+        for done in range(0, size, gap):
+            count = min(gap, size - done)
+            source = self._tensor.narrow(0, begin + done, count)
+            self._tensor.narrow(0, to + done, count).copy_(source)
+
 
 _captured: list[Block] = []
 
@@ -132,6 +140,13 @@ def moved_out(storages: Sequence[torch.UntypedStorage], device: int | None) -> I
             torch.cuda.empty_cache()  # an arena that was freed may be of use as a whole only
         for storage, values in zip(storages, on_host, strict=True):
             _exchange_memory(storage, values.to(f"cuda:{device}").untyped_storage())
+
+
+def copy_out(storage: torch.UntypedStorage, device: int) -> None:
+    """Move a storage to memory of PyTorch's allocator on the same device."""
+    empty = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}")
+    values = empty.set_(storage, 0, (storage.nbytes(),), (1,)).clone()
+    _exchange_memory(storage, values.untyped_storage())
 
 
 def _exchange_memory(first: torch.UntypedStorage, second: torch.UntypedStorage) -> None:

@@ -26,7 +26,7 @@ class ArenaPool:
     def __init__(self, options: Options) -> None:
         self._options = options
         self.recorder = IterationRecorder(options)
-        self._arenas: list[Memory] = []
+        self.arenas: list[Memory] = []
         self._entering = False
         self._owners: dict[int, weakref.ref[Any]] = {}
         self._calls: dict[int, int] = {}
@@ -78,7 +78,7 @@ class ArenaPool:
             return False
         memory = self.allocate(invocation)
         if self.recorder.first:
-            others = [other for other in self._arenas if other is not memory]
+            others = [other for other in self.arenas if other is not memory]
             self.recorder.open(memory, invocation.compiled, others)
         return True
 
@@ -94,7 +94,7 @@ class ArenaPool:
         """An arena for an invocation, with `beside` bytes of inputs of waiting ones."""
         size = invocation.compiled.arena.size
         allowed = max(size, invocation.compiled.room)
-        own = {id(memory) for memory in self._arenas}
+        own = {id(memory) for memory in self.arenas}
         users = [f for f in live_invocations() if f is not invocation and id(f.memory) in own]
         waiting = [f for f in users if f.saved is not None]
         sizes = {id(f.memory): f.memory.bytes for f in users if f.memory is not None}
@@ -106,18 +106,18 @@ class ArenaPool:
                 other.release_arena(f"'{invocation.name}'")
             sizes.pop(id(given))
         used, busy = sum(sizes.values()), sizes.keys()
-        free = [memory for memory in self._arenas if id(memory) not in busy]
+        free = [memory for memory in self.arenas if id(memory) not in busy]
         idle = [m for m in free if m.bytes <= allowed or m.in_cuda_graph]
         idle.sort(key=lambda memory: (memory.bytes < size, memory.bytes))
         found = idle.pop(0) if idle else Memory()
         spare = limit - used - max(size, found.bytes)
-        self._arenas = [memory for memory in self._arenas if id(memory) in busy]
+        self.arenas = [memory for memory in self.arenas if id(memory) in busy]
         for memory in idle:
             spare -= memory.bytes
             if spare >= 0:
-                self._arenas.append(memory)
-        self._arenas.append(found)
-        kept = {id(memory) for memory in self._arenas}
+                self.arenas.append(memory)
+        self.arenas.append(found)
+        kept = {id(memory) for memory in self.arenas}
         for memory in free:
             if id(memory) not in kept:
                 memory.detach_live(retire=True)
@@ -129,7 +129,7 @@ class ArenaPool:
         if not any(invocation.owner is self for invocation in invocations):
             self.recorder = IterationRecorder(self._options)
         busy = {id(invocation.memory) for invocation in invocations}
-        self._arenas = [memory for memory in self._arenas if id(memory) in busy]
+        self.arenas = [memory for memory in self.arenas if id(memory) in busy]
 
 
 def _owner_died(pool: "weakref.ref[ArenaPool]", owner: int) -> None:
@@ -150,6 +150,14 @@ def release() -> None:
     with _lock:
         for pool in list(_all):
             pool.release_idle()
+
+
+def idle_arenas() -> list[Memory]:
+    """The arenas of all pools in which no invocation runs or waits."""
+    with _lock:
+        busy = {id(invocation.memory) for invocation in live_invocations()}
+        arenas = [memory for pool in _all for memory in pool.arenas]
+    return [memory for memory in arenas if id(memory) not in busy]
 
 
 def pool_of(invocation: Invocation) -> ArenaPool:

@@ -20,6 +20,7 @@ from coop_plan.runtime.execute.arena_pool import ArenaPools, pool_of, take_saved
 from coop_plan.runtime.execute.budget_check import BudgetCheck
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.invocation import Invocation, invocation_of
+from coop_plan.runtime.execute.loans import lend_to_optimizers
 from coop_plan.runtime.execute.lower_to_fx import inputs_of, snapshot_positions
 from coop_plan.runtime.execute.measured import note_counters, note_times
 from coop_plan.runtime.execute.rng_state import Generator, default_generator
@@ -99,6 +100,7 @@ class PlannedStep:
         self._clock: cuda.Clock | None = None
         if captured.device.type == "cuda":
             self._clock = cuda.Clock(captured.device.index)
+            lend_to_optimizers()
         self._compiled: CompiledPlan
         if not self._plan_from_history():
             self._compiled = CompiledPlan(capture_adjust.under(captured, now), plan, self._clock)

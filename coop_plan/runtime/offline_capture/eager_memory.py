@@ -8,7 +8,8 @@ an op is that of `roofline.py`.
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,9 +39,13 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.parameters: dict[int, torch.nn.Parameter] = {}
         """Parameters that ops of a step have read, by `id`."""
         self.kind = kind
+        self.moment_of_update = 0
+        """The moment before the second step of the latest optimizer, which has all states."""
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._part_of: list[str] = []
         self._bytes_of: list[int] = []
+        self._lends = False
+        self._lent: set[int] = set()
         self._changes: list[tuple[int, int]] = []
 
     def __torch_dispatch__(
@@ -86,10 +91,35 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 total += change
         return found
 
-    def largest(self, part: str) -> int:
-        """The largest bytes of a part at any moment."""
-        sizes = (change for number, change in self._changes if self._part_of[number] == part)
+    def largest(self, part: str, *, lent: bool = True) -> int:
+        """The largest bytes of a part at any moment, with or without the `lent` ones."""
+        sizes = (
+            change
+            for number, change in self._changes
+            if self._part_of[number] == part and (lent or number not in self._lent)
+        )
         return max(itertools.accumulate(sizes), default=0)
+
+    @contextmanager
+    def lending(self) -> Iterator[None]:
+        """Context of allocations that an idle arena serves on CUDA (`runtime/execute/loans.py`)."""
+        self._lends = self.kind == "cuda"
+        try:
+            yield
+        finally:
+            self._lends = False
+
+    def lent(self, begin: int) -> tuple[int, ...]:
+        """Allocations and frees of borrowed temporaries since a moment."""
+        given: dict[int, int] = {}
+        found = []
+        for number, change in self._changes[begin:]:
+            if number in given:
+                found.append(-1 - given[number])
+            elif number in self._lent and self._part_of[number] == "update":
+                given[number] = len(given)
+                found.append(change)
+        return tuple(found)
 
     def bytes_of(self, tensors: Iterable[Any]) -> int:
         """Bytes of the storages of these tensors on the device."""
@@ -120,6 +150,8 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _born(self, size: int) -> int:
         number = len(self._bytes_of)
         self._bytes_of.append(size)
+        if self._lends:
+            self._lent.add(number)
         self._part_of.append(self.part)
         self._changes.append((number, size))
         return number
@@ -151,12 +183,14 @@ def count_eager(
     log.mark(parameters, "weights")
     log.mark([parameter.grad for parameter in trained], "gradients")
     update_parts = None
+    lent: tuple[int, ...] = ()
     if optimizer is None or not trained:
         step_parts = log.peak(began, ended)
     elif optimizer.update == "backward":
         step_parts = _update_in_backward(log, optimizer, trained, lambda: _run(log, step, args))
     else:
         update = _updated(log, optimizer, trained)
+        lent = log.lent(log.moment_of_update)
         update_parts = log.peak(ended, log.moment())
         kept = {"states": log.bytes_of(update.states), "weights": log.bytes_of(update.masters)}
         step_parts = log.peak(began, ended).plus(**kept)
@@ -166,6 +200,8 @@ def count_eager(
         step=step_parts.plus(other=library_bytes),
         update=update_parts and update_parts.plus(other=library_bytes),
         update_bytes=log.largest("update"),
+        unlent_bytes=log.largest("update", lent=False),
+        lent=lent,
         # On a GPU most models are built on the host, so their building counts on the CPU alone.
         loading_bytes=log.peak(0, built).total if log.kind == "cpu" else 0,
         dtype=_dtype(parameters),
@@ -179,9 +215,10 @@ def _updated(log: StorageLog, spec: OptimizerSpec, trained: list[Any]) -> Update
     with log:
         update = Update(spec, trained)
         log.mark(update.masters, "weights")
-        update.step()
+        update.step(log.lending)
         log.mark(update.states, "states")
-        update.step()
+        log.moment_of_update = log.moment()
+        update.step(log.lending)
     return update
 
 

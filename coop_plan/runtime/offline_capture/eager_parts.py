@@ -2,6 +2,9 @@
 
 import msgspec
 
+from coop_plan.runtime.offline_capture.gap import beyond, gap_for, peak
+from coop_plan.schemas import Graph, Plan
+
 PAGE = 4096
 
 
@@ -47,6 +50,8 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
         step: peak of forward and backward.
         update: peak of the optimizer's step; None without an optimizer.
         update_bytes: largest temporaries of the optimizer.
+        lent: those that an idle arena serves on CUDA.
+        unlent_bytes: largest other temporaries, if some are lent.
         resident_bytes: those of weights, inputs and buffers that the captured graph contains.
         loading_bytes: peak while the model was built, where it was built on this device.
         dtype: dtype of most of the parameters.
@@ -56,6 +61,8 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
     step: EagerParts
     update: EagerParts | None = None
     update_bytes: int = 0
+    lent: tuple[int, ...] = ()
+    unlent_bytes: int = 0
     resident_bytes: int = 0
     loading_bytes: int = 0
     dtype: str = ""
@@ -81,21 +88,48 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
     def outside_step(self, *, rests: bool) -> int:
         """Bytes outside a planned step: states, other residents, temporaries of the update.
 
-        The arena exists during the update, so both count, unless it `rests`: the pages of an idle
-        arena on the CPU are freed before the process exceeds the peak of the step.
+        An arena that `rests`, as on the CPU, frees its pages before the process exceeds the peak of
+        the step, so it does not exist beside temporaries.
         """
         missing = self.step.weights + self.step.other - self.resident_bytes
-        beside = 0 if rests and self.update is not None else self.update_bytes
+        beside = self.unlent_bytes if self.lent else self.update_bytes
+        if rests and self.update is not None:
+            beside = 0
         return self.step.states + beside + max(0, missing)
 
-    def resting_bytes(self, gradients: int) -> int:
-        """Peak of the update beside a resting arena that holds so many gradients.
+    def with_plan(self, graph: Graph, made: Plan, *, rests: bool) -> int:
+        """The peak of an iteration whose step has a plan with the gradients in its arena."""
+        if self.update is None:
+            return made.peak_bytes + self.outside_step(rests=rests)
+        beside = self.outside_step(rests=True)
+        if rests:  # the first and last page of a gradient stay
+            updating = self.update.total + 2 * PAGE * _gradients(graph)
+        else:
+            updating = beside + sum(tensor.bytes for tensor in graph.tensors if tensor.resident)
+            updating += made.arena_bytes + (self.unlent_bytes if self.lent else self.update_bytes)
+            updating += beyond(self.lent, made.arena_bytes - self.update.gradients)
+        return max(made.peak_bytes + beside, updating)
 
-        The first and last page of a gradient stay.
+    def step_budget(self, graph: Graph, available: int, *, rests: bool) -> int:
+        """A budget of the step within which any plan keeps an iteration within available bytes.
+
+        If the arena may be too small for the update's temporaries, these lie beside it. That is
+        so if it lacks room for them and, as tensors are not divided, for the largest once more.
         """
-        return self.update.total + 2 * PAGE * gradients if self.update else 0
+        room = available - self.outside_step(rests=rests)
+        if rests or self.update is None or not self.lent:
+            return room
+        resident = sum(tensor.bytes for tensor in graph.tensors if tensor.resident)
+        enough = resident + self.update.gradients + gap_for(self.lent) + max(self.lent)
+        return room if room >= enough else room - peak(self.lent)
 
     def figures(self) -> dict[str, int]:
         """The parts at the peak, `peak_bytes` and `loading_bytes`, for JSON."""
         parts: dict[str, int] = msgspec.to_builtins(self.peak)
         return parts | {"peak_bytes": self.peak_bytes, "loading_bytes": self.loading_bytes}
+
+
+def _gradients(graph: Graph) -> int:
+    """Number of gradients that a step returns."""
+    late = {t for op in graph.ops if op.phase == "backward" for t in op.outputs}
+    return sum(tensor.kind == "output" and tensor.id in late for tensor in graph.tensors)

@@ -138,9 +138,7 @@ def _figures_on(
     assert eager is not None
     available = int((there.memory_bytes - there.context) / (1 + margin))
     rests = there.kind == "cpu"
-    outside = eager.outside_step(rests=rests)
-    updating = eager.resting_bytes(_gradients(graph)) if rests else 0
-    budget = Budgeting(available - outside, "gradients")
+    budget = Budgeting(eager.step_budget(graph, available, rests=rests), "gradients")
     options: dict[str, Any] = {"budget": budget.bytes, "outputs": budget.outputs}
     if len(graphs) > 1:
         options["kernels"] = "fused"
@@ -151,7 +149,7 @@ def _figures_on(
             return {}
         batch = batch or sizes["batch"] or 1
         return {
-            "peak_bytes": max(made.peak_bytes + outside, updating),
+            "peak_bytes": eager.with_plan(graph, made, rests=rests),
             "budget_bytes": made.peak_bytes,
             "overhead": made.overhead,
             "cost_us": made.cost_us,
@@ -163,15 +161,16 @@ def _figures_on(
     kept = min((found.kept for found in fits.values()), key=_by_peak)
     least = min((found.least for found in fits.values()), key=_by_peak)
     planned = [found.planned for found in fits.values() if found.planned is not None]
-    smallest, within = of(least), of(min(planned, key=_by_cost, default=None))
+    smallest, within = of(least), of(min(planned, key=_by_cost, default=least))
     if eager.peak_bytes < smallest["peak_bytes"]:
         smallest = as_it_is
-    if max(eager.loading_bytes, updating) > available:
+    if max(eager.loading_bytes, within["peak_bytes"]) > available:
         within = {}
-    elif eager.peak_bytes <= available:
+    if eager.peak_bytes <= available:
         within = as_it_is
     elif within:
-        within |= {"budget_bytes": budget.bytes, "options": options}
+        options["budget"] = max(budget.bytes, within["budget_bytes"])
+        within |= {"budget_bytes": options["budget"], "options": options}
     figures = {
         "memory_bytes": there.memory_bytes,
         "context_bytes": there.context,
@@ -191,12 +190,6 @@ def _figures_on(
         except InvalidInputError as error:
             return figures | {"error": f"no largest {size}: {error}"}
     return figures
-
-
-def _gradients(graph: Graph) -> int:
-    """Number of gradients that a step returns."""
-    late = {t for op in graph.ops if op.phase == "backward" for t in op.outputs}
-    return sum(tensor.kind == "output" and tensor.id in late for tensor in graph.tensors)
 
 
 def _by_kernels(found: fake_device.Captured) -> dict[Kernels, Graph]:

@@ -1,12 +1,14 @@
 """Optimizers on fake parameters: PyTorch's own classes, and the memory of three that it lacks."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
+from coop_plan.runtime.torch_internals.autograd import is_own_optimizer
 from coop_plan.runtime.torch_internals.ops import TENSOR_ITEM
 from coop_plan.runtime.torch_internals.tracing import TorchDispatchMode
 from coop_plan.schemas import InvalidInputError
@@ -143,13 +145,17 @@ class Update:
         return kept + [average for average, _ in self._averages]
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Run the optimizer's step; masters are copied back, averages follow."""
+    def step(self, own: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        """Run the optimizer's step; masters are copied back, averages follow.
+
+        `own()` is the context of steps of PyTorch's optimizers.
+        """
         for parameter, master in self._pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()
         with torch.device("cpu"), _OnesForValues():  # type: ignore[no-untyped-call]
             for optimizer in self._optimizers:
-                optimizer.step()
+                with own() if is_own_optimizer(optimizer) else nullcontext():
+                    optimizer.step()
         for parameter, master in self._pairs:
             master.grad = None
             parameter.copy_(master)

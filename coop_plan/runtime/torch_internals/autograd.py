@@ -77,6 +77,11 @@ def has_gradient_hooks(leaf: torch.Tensor) -> bool:
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
+def is_own_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    """True for a class of `torch.optim`, whose update runs on the current stream."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """True if functions run before an optimizer's step, its own or those of all optimizers.
 
