@@ -36,6 +36,9 @@ log = logging.getLogger("coop-plan")
 TOLERANCE = 4096
 """Bytes of scalars and random states by which a measured step may exceed its budget."""
 
+TAIL = 3
+"""Last candidates of which the one with the smallest peak is taken for the least budget."""
+
 
 class InductorBudget(CustomPartitionerFn):
     """Partitioner for Inductor that keeps the peak of a training step within a budget.
@@ -81,7 +84,7 @@ class InductorBudget(CustomPartitionerFn):
         candidates = Candidates(gm, joint_inputs, rest)
         if not candidates.count:
             return candidates.modules(None)
-        found = loosest_within(candidates.peak, candidates.count, self.budget_bytes)
+        found = candidates.loosest_within(self.budget_bytes)
         if found is None:
             raise BudgetExceededError(
                 f"no saved set of this graph keeps a step within {format_bytes(self.budget_bytes)}"
@@ -131,6 +134,14 @@ def loosest_within(peak: Callable[[int], int], count: int, budget: int) -> int |
     return within
 
 
+def up_to_least(peak: Callable[[int], int], count: int) -> int:
+    """Number of candidates up to the one with the smallest peak of the last `TAIL`.
+
+    Candidates are in the order of modelled peaks, and those of the code may rise again at the end.
+    """
+    return 1 + min(range(max(count - TAIL, 0), count), key=peak)
+
+
 class Candidates:
     """Partitions of a joint graph in order of falling peak, lowered when they are asked for.
 
@@ -165,6 +176,17 @@ class Candidates:
     @property
     def count(self) -> int:
         return len(self._levels)
+
+    @property
+    def useful(self) -> int:
+        """Number of candidates up to the one with the smallest peak of the last few."""
+        return up_to_least(self.peak, self.count)
+
+    def loosest_within(self, budget: int) -> int | None:
+        """Index of the candidate for a budget; None if it is below the least."""
+        if self.peak(0) <= budget:  # the others need not be lowered
+            return 0
+        return loosest_within(self.peak, self.useful, budget)
 
     @property
     def least(self) -> int:

@@ -200,8 +200,8 @@ def _values_by_name(graph: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, whole.as_strided(size, stride, int(layout.offset))
 
 
-LIBRARIES = ("extern_kernels", "aten", "inductor_ops", "torch")
-"""First words of the ops of libraries in the code that Inductor writes."""
+LIBRARIES = ("extern_kernels.", "aten.", "torch.ops.")
+"""Beginnings of the ops of libraries in the code that Inductor writes."""
 
 
 def library_call(
@@ -214,12 +214,11 @@ def library_call(
     from torch._inductor.select_algorithm import extern_kernels
 
     function = ast.unparse(call.func)
-    if function.partition(".")[0] not in LIBRARIES or "_c10d_functional" in function:
+    if not function.startswith(LIBRARIES) or "_c10d_functional" in function:
         return None
     known = {
         "extern_kernels": extern_kernels,
         "aten": torch.ops.aten,
-        "inductor_ops": torch.ops.inductor,
         "torch": torch,
         "device": torch.device,
         "inf": math.inf,
