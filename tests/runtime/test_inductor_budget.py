@@ -19,7 +19,7 @@ from coop_plan.runtime.errors import BudgetExceededError, OptionsError
 from coop_plan.runtime.inductor_budget import budget as module
 from coop_plan.runtime.inductor_budget.budget import InductorBudget, loosest_within
 from coop_plan.runtime.inductor_budget.saved_sets import levels
-from coop_plan.runtime.inductor_budget.wrapper_code import Storage, WrapperCodeError, walk
+from coop_plan.runtime.inductor_budget.wrapper_code import Storage, WrapperCodeError, memory_usage
 from coop_plan.runtime.torch_internals import FUSED_SINCE, version
 from coop_plan.runtime.torch_internals.autograd import has_step_pre_hooks
 
@@ -202,7 +202,7 @@ def test_the_walk_counts_what_the_code_allocates(made):
     expected = Buffer.peak - base
     held = {id(root(value)): root(value) for value in result}
     held.pop(id(kept), None)
-    found = walk(code, sizes, lambda _: 0, saved)
+    found = memory_usage(code, sizes, lambda _: 0, saved)
     assert found.peak == expected
     returned = {storage for storage in found.returned if storage}
     assert sum(storage.size for storage in returned) == sum(each.size for each in held.values())
@@ -216,12 +216,12 @@ def test_scratch_counts_while_its_op_runs():
     code = (
         "def call(args):\n    a = empty_strided_cpu()\n    del a\n    b = op()\n    return (b,)\n"
     )
-    assert walk(code, {"a": 5, "b": 3}, lambda call: 4 * (call.func.id == "op")).peak == 7
+    assert memory_usage(code, {"a": 5, "b": 3}, lambda call: 4 * (call.func.id == "op")).peak == 7
 
 
 def test_other_code_is_refused():
     with pytest.raises(WrapperCodeError, match="call"):
-        walk("x = 1", {}, lambda _: 0)
+        memory_usage("x = 1", {}, lambda _: 0)
 
 
 # The saved sets

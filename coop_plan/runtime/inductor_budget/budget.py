@@ -14,7 +14,7 @@ from coop_plan.runtime.fused.ops import tensors_of
 from coop_plan.runtime.inductor_budget.first_step import measure_next_step
 from coop_plan.runtime.inductor_budget.joint_model import JointModel
 from coop_plan.runtime.inductor_budget.saved_sets import Level, levels
-from coop_plan.runtime.inductor_budget.wrapper_code import Storage, Walk, walk
+from coop_plan.runtime.inductor_budget.wrapper_code import Storage, Usage, memory_usage
 from coop_plan.runtime.torch_internals import FUSED_SINCE, version
 from coop_plan.runtime.torch_internals.ops import storage_key
 from coop_plan.runtime.torch_internals.partitioner import (
@@ -237,7 +237,7 @@ def _refuse_changing_sizes(graph: fx.Graph) -> None:
             )
 
 
-def _run(graph: Lowered, inputs: Sequence[Storage | None] = ()) -> Walk:
+def _run(graph: Lowered, inputs: Sequence[Storage | None] = ()) -> Usage:
     """A run of a graph; `inputs` are storages of tensors that it frees, the others stay."""
     sizes = {name: value.untyped_storage().nbytes() for name, value in graph.values.items()}
 
@@ -250,4 +250,4 @@ def _run(graph: Lowered, inputs: Sequence[Storage | None] = ()) -> Walk:
             log.info("InductorBudget: %s", error)
             return 0
 
-    return walk(graph.code, sizes, workspace, inputs)
+    return memory_usage(graph.code, sizes, workspace, inputs)

@@ -25,8 +25,8 @@ class Storage(NamedTuple):
     size: int
 
 
-class Walk(NamedTuple):
-    """A run of the code.
+class Usage(NamedTuple):
+    """Memory of a run of the code.
 
     Attributes:
         peak: most bytes of buffers and counted inputs at once.
@@ -37,12 +37,12 @@ class Walk(NamedTuple):
     returned: list[Storage | None]
 
 
-def walk(
+def memory_usage(
     code: str,
     sizes: Mapping[str, int],
     workspace: Callable[[ast.Call], int],
     inputs: Sequence[Storage | None] = (),
-) -> Walk:
+) -> Usage:
     """Follow the function `call` of the code.
 
     `sizes` are bytes by name; all results of an op together have no size of their own. `workspace`
@@ -67,7 +67,7 @@ def walk(
                 returned = [buffers.storage(_source(value)) for value in results.elts]
         else:
             buffers.follow(statement)
-    return Walk(buffers.peak, returned)
+    return Usage(buffers.peak, returned)
 
 
 def _function(code: str) -> ast.FunctionDef:
