@@ -47,7 +47,7 @@ class Recorder(InductorBudget):
 
     def __call__(self, gm: Any, joint_inputs: Any, **rest: Any) -> Any:
         found = Candidates(gm, joint_inputs, rest)
-        self.peaks = self.peaks or [found.peak(i) for i in range(found.count)]
+        self.peaks = self.peaks or [found.peak(i) for i in range(found.useful)]
         return found.modules(self.index)
 
     def within(self, budget: int) -> int | None:

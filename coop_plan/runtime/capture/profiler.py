@@ -100,14 +100,14 @@ def profile_op(target: Callable[..., Any], args: Any, kwargs: Any, op: str = "")
     return found
 
 
-def workspace_of(node: fx.Node) -> int:
-    """Most bytes of scratch of a node's op beyond its results, on synthetic inputs.
+def workspace_of(target: Callable[..., Any], args: Any, kwargs: Any) -> int:
+    """Most bytes of scratch of an op beyond its results, on synthetic inputs.
+
+    Tensors in the arguments are fake ones.
 
     Raises:
         CaptureError: dynamic shapes, or an op that does not run on synthetic inputs.
     """
-    target: Any = node.target
-    args, kwargs = fake_values(node.args), fake_values(node.kwargs)
     key = signature(target, args, kwargs)
     if key not in _workspaces:
         with real_mode():

@@ -1,5 +1,6 @@
 """Memory budget in bytes for graphs that Inductor compiles as a whole."""
 
+import ast
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from coop_plan.runtime.fused.ops import tensors_of
 from coop_plan.runtime.inductor_budget.first_step import measure_next_step
 from coop_plan.runtime.inductor_budget.joint_model import JointModel
 from coop_plan.runtime.inductor_budget.saved_sets import Level, levels
-from coop_plan.runtime.inductor_budget.wrapper_code import peak_bytes
+from coop_plan.runtime.inductor_budget.wrapper_code import Storage, Usage, memory_usage
 from coop_plan.runtime.torch_internals import FUSED_SINCE, version
 from coop_plan.runtime.torch_internals.ops import storage_key
 from coop_plan.runtime.torch_internals.partitioner import (
@@ -21,8 +22,8 @@ from coop_plan.runtime.torch_internals.partitioner import (
     Lowered,
     Modules,
     donated_inputs,
-    is_freed_input,
     is_static_input,
+    library_call,
     lowered,
     partition,
     refuse_caches,
@@ -34,6 +35,9 @@ log = logging.getLogger("coop-plan")
 
 TOLERANCE = 4096
 """Bytes of scalars and random states by which a measured step may exceed its budget."""
+
+TAIL = 3
+"""Last candidates of which the one with the smallest peak is taken for the least budget."""
 
 
 class InductorBudget(CustomPartitionerFn):
@@ -80,7 +84,7 @@ class InductorBudget(CustomPartitionerFn):
         candidates = Candidates(gm, joint_inputs, rest)
         if not candidates.count:
             return candidates.modules(None)
-        found = loosest_within(candidates.peak, candidates.count, self.budget_bytes)
+        found = candidates.loosest_within(self.budget_bytes)
         if found is None:
             raise BudgetExceededError(
                 f"no saved set of this graph keeps a step within {format_bytes(self.budget_bytes)}"
@@ -130,6 +134,14 @@ def loosest_within(peak: Callable[[int], int], count: int, budget: int) -> int |
     return within
 
 
+def up_to_least(peak: Callable[[int], int], count: int) -> int:
+    """Number of candidates up to the one with the smallest peak of the last `TAIL`.
+
+    Candidates are in the order of modelled peaks, and those of the code may rise again at the end.
+    """
+    return 1 + min(range(max(count - TAIL, 0), count), key=peak)
+
+
 class Candidates:
     """Partitions of a joint graph in order of falling peak, lowered when they are asked for.
 
@@ -166,6 +178,17 @@ class Candidates:
         return len(self._levels)
 
     @property
+    def useful(self) -> int:
+        """Number of candidates up to the one with the smallest peak of the last few."""
+        return up_to_least(self.peak, self.count)
+
+    def loosest_within(self, budget: int) -> int | None:
+        """Index of the candidate for a budget; None if it is below the least."""
+        if self.peak(0) <= budget:  # the others need not be lowered
+            return 0
+        return loosest_within(self.peak, self.useful, budget)
+
+    @property
     def least(self) -> int:
         """Smallest of the peaks that were computed."""
         return min(self._peaks.values())
@@ -187,9 +210,12 @@ class Candidates:
             forward, backward = self.modules(index)
             ahead = lowered(forward, self._results)
             donated = donated_inputs((forward, backward), self._results)
-            behind = lowered(backward, 0, donated)
-            held = self._held_bytes(index)
-            most = max(_most_bytes(ahead), held + _most_bytes(behind))
+            behind = lowered(backward, 0, donated, ahead.strides[self._results :])
+            first = _run(ahead)
+            results = set(first.returned[: self._results])
+            saved = [None if s in results else s for s in first.returned[self._results :]]
+            held = self._model.tangent_bytes + sum(storage.size for storage in results if storage)
+            most = max(first.peak, held + _run(behind, saved).peak)
             self._peaks[index] = self.resident + most
         return self._peaks[index]
 
@@ -199,10 +225,6 @@ class Candidates:
         self._names = [node.name for node in self._model.nodes]
         self._levels = levels(self._model, self._model.positions(chosen))
         return chosen
-
-    def _held_bytes(self, index: int) -> int:
-        """Bytes during the backward that it does not own: outputs, and their gradients."""
-        return self._model.held_bytes(self._levels[index].saved)
 
 
 def _refuse_changing_sizes(graph: fx.Graph) -> None:
@@ -215,19 +237,17 @@ def _refuse_changing_sizes(graph: fx.Graph) -> None:
             )
 
 
-def _most_bytes(graph: Lowered) -> int:
-    """Peak of a graph, without inputs that exist before the step and gradients of outputs."""
+def _run(graph: Lowered, inputs: Sequence[Storage | None] = ()) -> Usage:
+    """A run of a graph; `inputs` are storages of tensors that it frees, the others stay."""
+    sizes = {name: value.untyped_storage().nbytes() for name, value in graph.values.items()}
 
-    def workspace(name: str) -> int:
-        return max(map(_workspace, graph.calls.get(name, ())), default=0)
+    def workspace(call: ast.Call) -> int:
+        """Bytes of scratch on this machine; 0 if it cannot be measured alone."""
+        found = library_call(call, graph.values)
+        try:
+            return 0 if found is None else workspace_of(*found)
+        except CaptureError as error:
+            log.info("InductorBudget: %s", error)
+            return 0
 
-    return peak_bytes(graph.code, graph.sizes, workspace, is_freed_input)
-
-
-def _workspace(call: fx.Node) -> int:
-    """Bytes of scratch of an op on this machine; 0 if it cannot be measured alone."""
-    try:
-        return workspace_of(call)
-    except CaptureError as error:
-        log.info("InductorBudget: %s", error)
-        return 0
+    return memory_usage(graph.code, sizes, workspace, inputs)

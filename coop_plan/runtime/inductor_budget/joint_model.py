@@ -91,7 +91,7 @@ class JointModel:
             )
         self.recomputable = [_may_be_recomputed(node) for node in self.nodes]
         self.cost = [0 if self.in_backward[i] else self._cost(i) for i in range(len(self.nodes))]
-        self._tangent_bytes = sum(self.size[i] for i, n in enumerate(self.nodes) if is_tangent(n))
+        self.tangent_bytes = sum(self.size[i] for i, n in enumerate(self.nodes) if is_tangent(n))
         returned = next(iter(reversed(graph.nodes))).args[0]
         places = [at[value] if isinstance(value, fx.Node) else None for value in returned]
         self.results = tuple(i for i in places[:results] if i is not None)
@@ -163,15 +163,15 @@ class JointModel:
         made_at: dict[int, int] = {}
         ahead, _, made_at = self._live(forward, (), (*self.results, *saved))
         behind, first, _ = self._live(order, saved, self.gradients)
-        behind += self.held_bytes(saved)
+        behind += self._held_bytes(saved)
         again = tuple(i for i in order if not self.in_backward[i])
         cost = sum(self.cost[i] for i in again)
         return Simulation(np.concatenate([ahead, behind]), len(ahead), cost, again, first, made_at)
 
-    def held_bytes(self, saved: SavedSet) -> int:
+    def _held_bytes(self, saved: SavedSet) -> int:
         """Bytes during the whole backward: outputs that are not saved, gradients of outputs."""
         storages = {self.owner[i] for i in self.results} - {self.owner[i] for i in saved}
-        return self._tangent_bytes + sum(self.size[i] for i in storages if not self.is_static[i])
+        return self.tangent_bytes + sum(self.size[i] for i in storages if not self.is_static[i])
 
     def _backward_order(self, saved: SavedSet, needed: set[int]) -> list[int]:
         order: list[int] = []

@@ -6,7 +6,9 @@ deletions and reuse count as they will happen.
 """
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 VIEWS = ("reinterpret_tensor", "_frozen_param")
 """Functions whose result shares the storage of their first argument."""
@@ -16,30 +18,56 @@ class WrapperCodeError(Exception):
     """The code has no function that runs the kernels."""
 
 
-def peak_bytes(
+class Storage(NamedTuple):
+    """A storage: its name, by which tensors share it, and its bytes."""
+
+    name: str
+    size: int
+
+
+class Usage(NamedTuple):
+    """Memory of a run of the code.
+
+    Attributes:
+        peak: most bytes of buffers and counted inputs at once.
+        returned: storages of the results; None of uncounted inputs and of numbers.
+    """
+
+    peak: int
+    returned: list[Storage | None]
+
+
+def memory_usage(
     code: str,
     sizes: Mapping[str, int],
-    workspace: Callable[[str], int],
-    is_counted: Callable[[str], bool],
-) -> int:
-    """Most bytes of buffers and counted inputs at once.
+    workspace: Callable[[ast.Call], int],
+    inputs: Sequence[Storage | None] = (),
+) -> Usage:
+    """Follow the function `call` of the code.
 
     `sizes` are bytes by name; all results of an op together have no size of their own. `workspace`
-    is the scratch of the library op with this result.
-    `is_counted` says if an input is counted; the others exist before and after the call.
+    is the scratch of a call while it runs. `inputs` are the storages of the first arguments, which
+    exist at first and are freed with their last name. None, and arguments without one, are not
+    counted: they exist before and after the call.
 
     Raises:
         WrapperCodeError: no function `call` in the code.
     """
     function = _function(code)
     buffers = _Buffers(sizes, workspace, _parts(function, sizes))
+    returned: list[Storage | None] = []
     for statement in _statements(function.body):
         if isinstance(statement, ast.Assign) and _is_args(statement.value):
-            for name in _names(statement.targets[0]):
-                buffers.add(name, is_counted(name))
+            names = _names(statement.targets[0])
+            for name, storage in itertools.zip_longest(names, inputs[: len(names)]):
+                buffers.give(name, storage)
+        elif isinstance(statement, ast.Return):
+            results = statement.value
+            if isinstance(results, ast.Tuple | ast.List):
+                returned = [buffers.storage(_source(value)) for value in results.elts]
         else:
             buffers.follow(statement)
-    return buffers.peak
+    return Usage(buffers.peak, returned)
 
 
 def _function(code: str) -> ast.FunctionDef:
@@ -85,24 +113,33 @@ class _Buffers:
     def __init__(
         self,
         sizes: Mapping[str, int],
-        workspace: Callable[[str], int],
+        workspace: Callable[[ast.Call], int],
         parts: Mapping[str, list[str]],
     ) -> None:
         self._sizes, self._workspace, self._parts = sizes, workspace, parts
         self._results = {name for names in parts.values() for name in names}
-        self._storage: dict[str, str] = {}  # by name: the name that its storage was made with
-        self._users: dict[str, int] = {}
-        self._counted: set[str] = set()
+        self._storage: dict[str, Storage] = {}  # by name
+        self._users: dict[Storage, int] = {}
+        self._uncounted: set[Storage] = set()
         self._now = self.peak = 0
 
-    def add(self, name: str, counted: bool = True) -> None:
+    def storage(self, name: str | None) -> Storage | None:
+        """The counted storage of a name."""
+        found = self._storage.get(name or "")
+        return None if found in self._uncounted else found
+
+    def give(self, name: str, storage: Storage | None) -> None:
+        """A name of an input."""
+        named, size = storage or (name, 0)
+        given = Storage(f"input {named}", size)
+        if storage is None:
+            self._uncounted.add(given)
+        self._bind(name, given)
+
+    def add(self, name: str) -> None:
+        """A name of a new storage."""
         self._drop(name)
-        self._storage[name] = name
-        self._users[name] = 1
-        if counted:
-            self._counted.add(name)
-            self._now += self._sizes.get(name, 0)
-        self.peak = max(self.peak, self._now)
+        self._bind(name, Storage(name, self._sizes.get(name, 0)))
 
     def follow(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.Delete):
@@ -111,29 +148,24 @@ class _Buffers:
                     self._drop(name)
             return
         value = getattr(statement, "value", None)
-        made: list[str] = []
         if isinstance(statement, ast.Assign):
-            made = _names(statement.targets[0])
             source = _source(value)
-            for name in made:
+            for name in _names(statement.targets[0]):
                 if name in self._results:
                     continue
                 if source in self._storage:
-                    self._share(name, str(source))
+                    self._bind(name, self._storage[str(source)])
                 else:
                     for part in (name, *self._parts.get(name, ())):
                         self.add(part)
         if isinstance(value, ast.Call):
-            made += [
-                word.value.id
-                for word in value.keywords
-                if word.arg == "out" and isinstance(word.value, ast.Name)
-            ]
-            scratch = max(map(self._workspace, made), default=0)
-            self.peak = max(self.peak, self._now + scratch)
+            self.peak = max(self.peak, self._now + self._workspace(value))
 
-    def _share(self, name: str, source: str) -> None:
-        storage = self._storage[source]
+    def _bind(self, name: str, storage: Storage) -> None:
+        if storage not in self._users:
+            self._users[storage] = 0
+            self._now += storage.size
+            self.peak = max(self.peak, self._now)
         self._users[storage] += 1
         self._drop(name)
         self._storage[name] = storage
@@ -145,9 +177,7 @@ class _Buffers:
         self._users[storage] -= 1
         if not self._users[storage]:
             del self._users[storage]
-            if storage in self._counted:
-                self._counted.discard(storage)
-                self._now -= self._sizes.get(storage, 0)
+            self._now -= storage.size
 
 
 def _source(value: ast.expr | None) -> str | None:

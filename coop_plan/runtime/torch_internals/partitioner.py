@@ -1,8 +1,10 @@
 """Inductor's partition of a joint graph into forward and backward, and the code it writes."""
 
+import ast
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 from unittest.mock import patch
 
@@ -34,19 +36,23 @@ DRAWS = ("prims.inductor_random", "prims.inductor_randint", "prims.inductor_look
 """Ops that Inductor computes in the kernels that use their results, from a seed."""
 
 
+Strides = Sequence[tuple[int, ...] | None]
+"""Strides of tensors; None of other values."""
+
+
 class Lowered(NamedTuple):
     """Python code that Inductor runs for a graph, before any kernel is compiled.
 
     Attributes:
         code: source of a module, whose function `call` runs the kernels.
-        sizes: bytes of inputs and buffers by their names in `call`.
-        calls: ops of libraries by the buffer of their result, as nodes whose arguments have fake
-            values.
+        values: fake inputs and buffers by their names in `call`, in the layouts that they have
+            there.
+        strides: of the outputs.
     """
 
     code: str
-    sizes: dict[str, int]
-    calls: dict[str, tuple[fx.Node, ...]]
+    values: dict[str, torch.Tensor]
+    strides: Strides
 
 
 def partition(
@@ -97,14 +103,6 @@ def traced_tensors(graph: fx.Graph) -> list[torch.Tensor]:
     return list(mode.fake_tensor_converter.meta_converter.describer.lookup_tensor)
 
 
-def is_freed_input(name: str) -> bool:
-    """True if the generated code frees an input of this name: a tensor saved for the backward.
-
-    Assumed: inputs of a joint graph keep their names in it.
-    """
-    return not name.startswith(("primals", "tangents", "fwd_", "bwd_"))
-
-
 def donated_inputs(modules: Modules, results: int) -> list[int]:
     """Positions of the backward's inputs that it may overwrite, as AOTAutograd tells Inductor.
 
@@ -130,12 +128,18 @@ def _values(nodes: Sequence[Any]) -> list[Any]:
     return [node.meta.get("val") if isinstance(node, fx.Node) else None for node in nodes]
 
 
-def lowered(module: fx.GraphModule, results: int, donated: Sequence[int] | None = None) -> Lowered:
+def lowered(
+    module: fx.GraphModule,
+    results: int,
+    donated: Sequence[int] | None = None,
+    strides: Strides = (),
+) -> Lowered:
     """A partitioned graph as Inductor lowers, fuses, orders and writes it; nothing is compiled.
 
     The first `results` outputs are returned to the user. `donated` are those of a backward, None of
-    a forward. The module is not changed. Must run where Inductor partitions the graph: its settings
-    and the fake mode are those of the compilation.
+    a forward. `strides` are of its first inputs: the forward may save tensors in other layouts than
+    eager's, as AOTAutograd tells Inductor. The module is not changed. Must run where Inductor
+    partitions the graph: its settings and the fake mode are those of the compilation.
 
     Assumed: `fx_codegen_and_compile` (compile_fx.py) calls the same passes in this order.
     """
@@ -151,6 +155,9 @@ def lowered(module: fx.GraphModule, results: int, donated: Sequence[int] | None 
     output.meta["user_visible_output_idxs"] = list(range(results))
     compile_fx.view_to_reshape(module)
     with torch.no_grad(), V.set_debug_handler(DebugContext()), config.patch(cpp_wrapper=False):
+        for i, stride in enumerate(strides):
+            if stride is not None:
+                inputs[i] = inputs[i].as_strided(inputs[i].shape, stride)
         mode = compile_fx.fake_tensor_prop(module, inputs)
         compile_fx._recursive_record_original_output_strides(module)
         with V.set_fake_mode(mode), compile_fx.maybe_disable_comprehensive_padding(inputs):
@@ -164,27 +171,75 @@ def lowered(module: fx.GraphModule, results: int, donated: Sequence[int] | None 
             graph.bw_donated_idxs = donated
             with V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
                 graph.run(*inputs)
+                given = [_stride(value) for value in graph.graph_outputs]
                 code, _ = graph.codegen()
-                sizes = dict(_buffer_sizes(graph))
-    calls = {
-        part.node.get_name(): tuple(
-            node for node in part.node.get_origins() if isinstance(node.target, OpOverload)
-        )
-        for step in graph.scheduler.nodes
-        for part in step.get_nodes()
-        if part.is_extern()
-    }
-    return Lowered(code.value, sizes, calls)
+                with mode:
+                    values = dict(_values_by_name(graph))
+    return Lowered(code.value, values, given)
 
 
-def _buffer_sizes(graph: Any) -> Iterator[tuple[str, int]]:
-    """Names of inputs and buffers of a lowered graph, with their bytes."""
+def _stride(output: Any) -> tuple[int, ...] | None:
+    """Strides of an output of a lowered graph."""
+    from torch._inductor.ir import IRNode
+
+    if not isinstance(output, IRNode) or not output.has_tensor_output():
+        return None
+    return tuple(map(int, output.get_stride()))
+
+
+def _values_by_name(graph: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names of inputs and buffers of a lowered graph, with tensors of their layouts."""
     for name in (*graph.graph_inputs, *graph.name_to_buffer):
         buffer = graph.try_get_buffer(name)
         if buffer is not None and buffer.maybe_get_layout() is not None:
             with contextlib.suppress(NotImplementedError, AttributeError):
-                count = graph.get_allocation_storage_size(buffer)
-                yield name, int(count) * buffer.get_dtype().itemsize
+                count = int(graph.get_allocation_storage_size(buffer))
+                layout = buffer.get_layout()
+                whole = torch.empty(count, dtype=layout.dtype, device=layout.device)
+                size, stride = (tuple(map(int, part)) for part in (layout.size, layout.stride))
+                yield name, whole.as_strided(size, stride, int(layout.offset))
+
+
+LIBRARIES = ("extern_kernels.", "aten.", "torch.ops.")
+"""Beginnings of the ops of libraries in the code that Inductor writes."""
+
+
+def library_call(
+    call: ast.Call, values: Mapping[str, torch.Tensor]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None:
+    """The op of a library that a call in the code runs, with its fake arguments.
+
+    None for other functions, for collectives, and for arguments that have no value.
+    """
+    from torch._inductor.select_algorithm import extern_kernels
+
+    function = ast.unparse(call.func)
+    if not function.startswith(LIBRARIES) or "_c10d_functional" in function:
+        return None
+    known = {
+        "extern_kernels": extern_kernels,
+        "aten": torch.ops.aten,
+        "torch": torch,
+        "device": torch.device,
+        "inf": math.inf,
+        "nan": math.nan,
+        "reinterpret_tensor": _reinterpreted,
+        "arguments": lambda *args, **kwargs: (args, kwargs),
+    }
+    given = ast.Call(ast.Name("arguments"), call.args, call.keywords)
+    scope = {**known, **values}
+    try:
+        target = eval(function, scope)  # noqa: S307 - the code that runs in the step
+        args, kwargs = eval(ast.unparse(given), scope)  # noqa: S307
+    except (NameError, AttributeError):  # a constant of the module, or a number it computes
+        return None
+    return target, args, kwargs
+
+
+def _reinterpreted(
+    base: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> torch.Tensor:
+    return base.as_strided(size, stride, base.storage_offset() + offset)
 
 
 def refuse_caches() -> NoReturn:
