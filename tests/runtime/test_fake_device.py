@@ -18,6 +18,7 @@ from coop_plan.runtime.offline_capture.fake_device import (
     OfflineCapture,
     capture_for,
 )
+from coop_plan.runtime.offline_capture.fit import fit
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
 from coop_plan.runtime.offline_capture.roofline import Roofline
 from coop_plan.runtime.offline_capture.target import capture, capture_target
@@ -386,6 +387,30 @@ def test_an_op_costs_its_operations_its_bytes_or_a_launch():
 
 
 @cpu_build
+@pytest.mark.parametrize("update", ["plain", "backward"])
+def test_the_largest_batch_beside_an_optimizer_fits(update, importable, tmp_path):
+    """Its states are counted once, and no tensor of the captured graphs."""
+    importable("heavy", FIT_SOURCE)
+    flops = {"float32": 1e11}
+    card = DeviceSpec(
+        kind="cuda", memory_bytes=13 << 20, context_bytes=0, flops=flops, bytes_per_s=1e10
+    )
+    path = tmp_path / "card.json"
+    path.write_bytes(msgspec.json.encode(card))
+
+    def row(batch, **options):
+        asked = {"optimizer": "adamw", "update": update, "margin": 0, **options}
+        (found,) = fit("heavy:deep", [str(path)], batch, **asked)
+        return found
+
+    found = row(16, batches=True)
+    assert found["error"] is None
+    largest = found["largest"]["one extra forward"]["batch"]
+    assert largest > 16
+    assert row(largest)["within"] is not None
+
+
+@cpu_build
 @pytest.mark.parametrize(("name", "batch"), [("deep", 512), ("deep", 2), ("convolution", 8)])
 def test_keep_all_takes_no_more_than_eager_on_cuda(name, batch, importable):
     """The update of each optimizer included.
@@ -404,11 +429,11 @@ def test_keep_all_takes_no_more_than_eager_on_cuda(name, batch, importable):
             )
             graph, eager, _ = captures.capture(request)
             made = plan(graph, "100%", method="keep-all", outputs="gradients")
-            beside = 0
+            beside = 512  # a scalar of the graph
             if eager.update and eager.update.total > eager.step.total:
-                beside = made.arena_bytes - eager.update.gradients
+                beside += made.arena_bytes - eager.update.gradients
             assert eager.with_plan(graph, made, rests=False) <= eager.peak_bytes + beside
-            assert beside <= 1024
+            assert beside <= 1536
 
 
 def test_cublas_has_a_workspace_on_cuda_alone():

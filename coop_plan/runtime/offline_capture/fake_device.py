@@ -41,8 +41,8 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A step to capture, and the device.
 
     `target` is `package.module:function`, called with `batch` and `length` if they are set.
-    `optimizer` is in the captured graph (`optimizer_state`), with `eager` in the eager iteration
-    alone. Graphs are captured over each of `kernels`.
+    The states of `optimizer` are in the captured graph (`optimizer_state`) unless `states` is false
+    or `eager` true; that counts an eager iteration. Graphs are captured over each of `kernels`.
     """
 
     target: str
@@ -50,6 +50,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     batch: int | None = None
     length: int | None = None
     optimizer: OptimizerSpec | None = None
+    states: bool = True
     eager: bool = False
     kernels: tuple[Kernels, ...] = ("eager",)
 
@@ -242,7 +243,7 @@ def _capture(request: CaptureRequest) -> CaptureResponse:
             args,
             name=request.target.rpartition(":")[2],
             model=model,
-            optimizer=None if log else optimizer,
+            optimizer=optimizer if request.states and log is None else None,
             consumed=in_backward,
             kernels=request.kernels,
         )

@@ -105,6 +105,7 @@ def fit(
                 target=target,
                 spec=there,
                 optimizer=spec or None,
+                states=False,
                 eager=eager,
                 kernels=kinds,
                 **sizes,
