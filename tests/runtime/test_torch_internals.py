@@ -789,6 +789,21 @@ def test_composite_ops_are_traced_as_cpp_on_demand():
         assert op.py_kernels == before
 
 
+def test_a_python_kernel_makes_the_layout_of_a_result():
+    op = torch.ops.aten.upsample_bilinear2d_backward.default
+    gradient = torch.ones(1, 1, 4, 4, device="meta")
+    given = gradient, [4, 4], [1, 1, 2, 2], False
+
+    def layout(*_):
+        return torch.empty(5, device="meta")
+
+    with assumed("the dispatcher finds kernels for layouts in py_kernels, and C++ is beside them"):
+        with tracing.python_kernels({op: layout}, tracing.META), enable_python_dispatcher():
+            assert op(*given).shape == (5,)
+            assert tracing.run_meta(op, *given).shape == (1, 1, 2, 2)
+        assert op(*given).shape == (1, 1, 2, 2)
+
+
 def test_the_packets_are_pytorchs():
     with assumed("the ops of composites.PACKETS"):
         missing = [n for n in tracing_rules.PACKETS if not tracing.composite_overloads([n])]
