@@ -779,11 +779,11 @@ def test_composite_ops_are_traced_as_cpp_on_demand():
     with assumed("PyTorch's Python kernels are in py_kernels, and can be taken out"):
         own = traced_ops(upsampled, x)
         before = dict(op.py_kernels)
-        with tracing.python_kernels(dict.fromkeys(tracing.composite_overloads(["lstm"]))):
+        with tracing.python_kernels(dict.fromkeys(tracing.overloads(["lstm"]))):
             assert traced_ops(upsampled, x) == own
-        overloads = tracing.composite_overloads(["upsample_nearest2d", "of no PyTorch"])
-        assert op in overloads
-        with tracing.python_kernels(dict.fromkeys(overloads)):
+        found = tracing.overloads(["upsample_nearest2d", "of no PyTorch"])
+        assert op in found
+        with tracing.python_kernels(dict.fromkeys(found)):
             assert "aten.upsample_nearest2d.default" in traced_ops(upsampled, x)
         assert "aten.upsample_nearest2d.default" not in own
         assert op.py_kernels == before
@@ -806,7 +806,7 @@ def test_a_python_kernel_makes_the_layout_of_a_result():
 
 def test_the_packets_are_pytorchs():
     with assumed("the ops of composites.PACKETS"):
-        missing = [n for n in tracing_rules.PACKETS if not tracing.composite_overloads([n])]
+        missing = [n for n in tracing_rules.PACKETS if not tracing.overloads([n])]
         assert set(missing) <= {"_upsample_lanczos2d_aa"}  # the youngest
 
 
@@ -854,7 +854,7 @@ def test_a_functional_tensor_is_laid_out_anew():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_is_patched_is_put_back(fails):
-    tables = {op: op.py_kernels for op in tracing.composite_overloads(tracing_rules.PACKETS)}
+    tables = {op: op.py_kernels for op in tracing.overloads(tracing_rules.PACKETS)}
     kept = {op: dict(kernels) for op, kernels in tables.items()}
     dispatch = tracing.FunctionalTensorMode.__torch_dispatch__
     with contextlib.suppress(ZeroDivisionError), tracing_rules.as_eager():

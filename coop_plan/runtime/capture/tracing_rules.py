@@ -10,7 +10,7 @@ loop per row, and computes the last elements of each row by other instructions (
 the last bit).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,8 +22,8 @@ from coop_plan.runtime.torch_internals.ops import LINALG_CHECK, is_mutable
 from coop_plan.runtime.torch_internals.tracing import (
     META,
     before_functionalization,
-    composite_overloads,
     keep_unused,
+    overloads,
     python_kernels,
     restride_functional,
     run_composite,
@@ -49,22 +49,17 @@ example, marks the running statistics as mutated."""
 @contextmanager
 def as_eager() -> Iterator[None]:
     """Trace composite and in-place ops as eager runs them, on this and every other thread."""
-    kernels: dict[Any, Any] = dict.fromkeys(composite_overloads(PACKETS))
-    kernels |= _of_overload("vec", INTERPOLATIONS, _interpolate)
-    backwards = [f"{name}_backward" for name in INTERPOLATIONS]
+    kernels: dict[Any, Any] = dict.fromkeys(overloads(PACKETS))
+    kernels |= {op: partial(_interpolate, op) for op in overloads(INTERPOLATIONS, "vec")}
+    gradients = overloads([f"{name}_backward" for name in INTERPOLATIONS], "default")
+    layouts = {op: partial(_interpolated_gradient, op) for op in gradients}
     with (
         python_kernels(kernels | {_DROPOUT: _dropout}),
-        python_kernels(_of_overload("default", backwards, _interpolated_gradient), META),
+        python_kernels(layouts, META),
         before_functionalization(_restride_as_eager),
         keep_unused(LINALG_CHECK),
     ):
         yield
-
-
-def _of_overload(name: str, packets: Sequence[str], kernel: Callable[..., Any]) -> dict[Any, Any]:
-    """A kernel that takes its op first, for an overload of each of these ops."""
-    found = composite_overloads(packets)
-    return {op: partial(kernel, op) for op in found if op._overloadname == name}
 
 
 def _interpolate(

@@ -81,10 +81,11 @@ def run_meta(op: Any, *args: Any) -> Any:
     return op._op_dk(META[0], *args)
 
 
-def composite_overloads(names: Sequence[str]) -> list[Any]:
-    """All overloads of the named ATen ops that exist in this PyTorch."""
+def overloads(names: Sequence[str], only: str | None = None) -> list[Any]:
+    """All overloads of the named ATen ops that exist in this PyTorch, or `only` one of each."""
     packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
-    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    pairs = [(packet, name) for packet in packets for name in packet.overloads()]
+    return [getattr(packet, name) for packet, name in pairs if only in (None, name)]
 
 
 @contextmanager
