@@ -630,3 +630,35 @@ def test_times_between_and_beyond_sizes():
     assert costs.estimate("mm", 49) is None
     assert costs.estimate("mm", 801) is None
     assert costs.estimate("bmm", 200) is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "by"),
+    [("nearest", "size"), ("nearest-exact", "scale"), ("bilinear", "size"), ("bicubic", "scale")],
+)
+def test_an_interpolation_to_sizes_that_change_shares_plans(mode, by):
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Conv2d(3, 8, 3, padding=1)
+            self.down, self.last = nn.Conv2d(8, 8, 3, 2, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+
+        def forward(self, x):
+            h = torch.relu(self.first(x))
+            low = torch.relu(self.down(h))
+            given = {"size": h.shape[-2:]} if by == "size" else {"scale_factor": 2.0}
+            return self.last(h + F.interpolate(low, mode=mode, **given)).square().mean()
+
+    eager = Decoder()
+    planned = copy.deepcopy(eager)
+    step = torch.compile(planned, backend="coop", options={"budget": "min"})
+    for n, k in ((16, 20), (20, 24), (40, 36), (38, 34), (26, 30), (18, 34)):
+        x = torch.randn(2, 3, n, k)
+        for model, function in ((eager, eager), (planned, step)):
+            model.zero_grad()
+            function(x).backward()
+        pairs = zip(planned.parameters(), eager.parameters(), strict=True)
+        assert all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs)
+    reports = runtime.reports()
+    assert len(reports) <= 4  # of the first three sizes, and one for those after
+    assert all(report.measured_peak_bytes <= report.budget_bytes for report in reports)

@@ -779,19 +779,34 @@ def test_composite_ops_are_traced_as_cpp_on_demand():
     with assumed("PyTorch's Python kernels are in py_kernels, and can be taken out"):
         own = traced_ops(upsampled, x)
         before = dict(op.py_kernels)
-        with tracing.python_kernels(dict.fromkeys(tracing.composite_overloads(["lstm"]))):
+        with tracing.python_kernels(dict.fromkeys(tracing.overloads(["lstm"]))):
             assert traced_ops(upsampled, x) == own
-        overloads = tracing.composite_overloads(["upsample_nearest2d", "of no PyTorch"])
-        assert op in overloads
-        with tracing.python_kernels(dict.fromkeys(overloads)):
+        found = tracing.overloads(["upsample_nearest2d", "of no PyTorch"])
+        assert op in found
+        with tracing.python_kernels(dict.fromkeys(found)):
             assert "aten.upsample_nearest2d.default" in traced_ops(upsampled, x)
         assert "aten.upsample_nearest2d.default" not in own
         assert op.py_kernels == before
 
 
+def test_a_python_kernel_makes_the_layout_of_a_result():
+    op = torch.ops.aten.upsample_bilinear2d_backward.default
+    gradient = torch.ones(1, 1, 4, 4, device="meta")
+    given = gradient, [4, 4], [1, 1, 2, 2], False
+
+    def layout(*_):
+        return torch.empty(5, device="meta")
+
+    with assumed("the dispatcher finds kernels for layouts in py_kernels, and C++ is beside them"):
+        with tracing.python_kernels({op: layout}, tracing.META), enable_python_dispatcher():
+            assert op(*given).shape == (5,)
+            assert tracing.run_meta(op, *given).shape == (1, 1, 2, 2)
+        assert op(*given).shape == (1, 1, 2, 2)
+
+
 def test_the_packets_are_pytorchs():
     with assumed("the ops of composites.PACKETS"):
-        missing = [n for n in tracing_rules.PACKETS if not tracing.composite_overloads([n])]
+        missing = [n for n in tracing_rules.PACKETS if not tracing.overloads([n])]
         assert set(missing) <= {"_upsample_lanczos2d_aa"}  # the youngest
 
 
@@ -839,7 +854,7 @@ def test_a_functional_tensor_is_laid_out_anew():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_is_patched_is_put_back(fails):
-    tables = {op: op.py_kernels for op in tracing.composite_overloads(tracing_rules.PACKETS)}
+    tables = {op: op.py_kernels for op in tracing.overloads(tracing_rules.PACKETS)}
     kept = {op: dict(kernels) for op, kernels in tables.items()}
     dispatch = tracing.FunctionalTensorMode.__torch_dispatch__
     with contextlib.suppress(ZeroDivisionError), tracing_rules.as_eager():

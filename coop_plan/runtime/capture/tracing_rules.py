@@ -12,6 +12,7 @@ the last bit).
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,21 +20,27 @@ import torch
 
 from coop_plan.runtime.torch_internals.ops import LINALG_CHECK, is_mutable
 from coop_plan.runtime.torch_internals.tracing import (
+    META,
     before_functionalization,
-    composite_overloads,
     keep_unused,
+    overloads,
     python_kernels,
     restride_functional,
     run_composite,
+    run_meta,
 )
 
-PACKETS = (
-    *("lstm", "gru", "rnn_tanh", "rnn_relu", "matmul", "softshrink", "hardshrink"),
-    *("multi_margin_loss", "multilabel_margin_loss_forward"),
+INTERPOLATIONS = (
     *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
     *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
     *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
     *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"),
+)
+"""Ops whose overload `vec` is composite, and computes the size of the result for another one."""
+
+PACKETS = (
+    *("lstm", "gru", "rnn_tanh", "rnn_relu", "matmul", "softshrink", "hardshrink"),
+    *("multi_margin_loss", "multilabel_margin_loss_forward", *INTERPOLATIONS),
 )
 """Composite ops traced as C++. Others keep PyTorch's Python version: that of batch norm, for
 example, marks the running statistics as mutated."""
@@ -42,13 +49,48 @@ example, marks the running statistics as mutated."""
 @contextmanager
 def as_eager() -> Iterator[None]:
     """Trace composite and in-place ops as eager runs them, on this and every other thread."""
-    kernels: dict[Any, Any] = dict.fromkeys(composite_overloads(PACKETS))
+    kernels: dict[Any, Any] = dict.fromkeys(overloads(PACKETS))
+    kernels |= {op: partial(_interpolate, op) for op in overloads(INTERPOLATIONS, "vec")}
+    gradients = overloads([f"{name}_backward" for name in INTERPOLATIONS], "default")
+    layouts = {op: partial(_interpolated_gradient, op) for op in gradients}
     with (
         python_kernels(kernels | {_DROPOUT: _dropout}),
+        python_kernels(layouts, META),
         before_functionalization(_restride_as_eager),
         keep_unused(LINALG_CHECK),
     ):
         yield
+
+
+def _interpolate(
+    op: Any, values: torch.Tensor, size: Sequence[Any] | None, *options: Any
+) -> torch.Tensor:
+    """Interpolation as its C++ code has it, in which symbolic sizes would become constants."""
+    *align, scales = options
+    truncated: Any = torch.sym_int
+    if size is None:
+        pairs = zip(values.shape[2:], scales, strict=True)
+        size = [n * int(s) if int(s) == s else truncated(n * s) for n, s in pairs]
+    else:
+        scales = [None] * len(size)
+    result: torch.Tensor = op.overloadpacket.default(values, size, *align, *scales)
+    return result
+
+
+def _interpolated_gradient(
+    op: Any, gradient: torch.Tensor, size: Sequence[Any], of: Sequence[Any], *options: Any
+) -> torch.Tensor:
+    """Layout of an interpolation's gradient, for which C++ code takes no symbolic sizes.
+
+    A trace for all sizes is compared with those at two sizes, in which C++ code makes the layout.
+    """
+    if all(type(n) is int for n in (*gradient.shape, *size, *of)):
+        made: torch.Tensor = run_meta(op, gradient, size, of, *options)
+        return made
+    given, last = gradient.is_contiguous, torch.channels_last
+    is_last = gradient.dim() == 4 and not given() and given(memory_format=last)
+    layout = last if is_last else torch.contiguous_format
+    return gradient.new_empty(of).contiguous(memory_format=layout)
 
 
 _DROPOUT: Any = torch.ops.aten.dropout.default

@@ -36,21 +36,26 @@ patch_lock = fork_safe_lock()
 """Lock of a thread that overrides PyTorch's tables."""
 
 _KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+META = (torch._C.DispatchKey.Meta,)
 
 
 @contextmanager
-def python_kernels(kernels_by_op: Mapping[Any, Callable[..., Any] | None]) -> Iterator[None]:
+def python_kernels(
+    kernels_by_op: Mapping[Any, Callable[..., Any] | None], keys: Sequence[Any] = _KEYS
+) -> Iterator[None]:
     """Trace each op by the given Python function, or, with None, by its C++ code.
+
+    With `META` as keys the function makes only the layout of the result.
 
     Assumed: `py_kernels` of an op has PyTorch's Python versions of composite ops, under `Autograd`
     and `CompositeImplicitAutograd`; without an entry the C++ kernel runs; `_dispatch_cache` holds
     earlier lookups.
     """
     with patch_lock:
-        saved = {op: {key: op.py_kernels.get(key) for key in _KEYS} for op in kernels_by_op}
+        saved = {op: {key: op.py_kernels.get(key) for key in keys} for op in kernels_by_op}
         try:
             for op, kernel in kernels_by_op.items():
-                _set_kernels(op, dict.fromkeys(_KEYS, kernel))
+                _set_kernels(op, dict.fromkeys(keys, kernel))
             yield
         finally:
             for op, kernels in saved.items():
@@ -71,10 +76,16 @@ def run_composite(op: Any, *args: Any) -> Any:
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
 
 
-def composite_overloads(names: Sequence[str]) -> list[Any]:
-    """All overloads of the named ATen ops that exist in this PyTorch."""
+def run_meta(op: Any, *args: Any) -> Any:
+    """Run the C++ code that makes the layout of a result, regardless of `py_kernels`."""
+    return op._op_dk(META[0], *args)
+
+
+def overloads(names: Sequence[str], only: str | None = None) -> list[Any]:
+    """All overloads of the named ATen ops that exist in this PyTorch, or `only` one of each."""
     packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
-    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    pairs = [(packet, name) for packet in packets for name in packet.overloads()]
+    return [getattr(packet, name) for packet, name in pairs if only in (None, name)]
 
 
 @contextmanager
