@@ -987,12 +987,19 @@ def test_a_choice_of_saved_nodes_decides_the_partition():
             found.append((saved, made, rest["num_fwd_outputs"]))
             assert any(value is weight for value in partitioner.traced_tensors(gm.graph))
             donated = partitioner.donated_inputs(saved, 1)
-            code = partitioner.lowered(saved[1], 0, donated)
-            inputs = {node.name for node in saved[1].graph.find_nodes(op="placeholder")}
-            assert inputs <= code.sizes.keys() | {"tangents_1"}
-            assert any(partitioner.is_freed_input(name) for name in inputs)
+            inputs = {node.name: node for node in saved[1].graph.find_nodes(op="placeholder")}
+            first = next(iter(inputs))
+            stride = 1, inputs[first].meta["val"].shape[0]
+            code = partitioner.lowered(saved[1], 0, donated, [stride])
+            assert inputs.keys() <= code.values.keys() | {"tangents_1"}
+            assert code.values[first].stride() == stride
             assert "def call(" in code.code
-            assert any(calls for calls in code.calls.values())
+            returned = saved[1].graph.output_node().args[0]
+            assert [s is None for s in code.strides] == [value is None for value in returned]
+            calls = (n for n in ast.walk(ast.parse(code.code)) if isinstance(n, ast.Call))
+            library = [partitioner.library_call(call, code.values) for call in calls]
+            targets = [target for target, args, _ in filter(None, library) if len(args) > 1]
+            assert any("mm" in str(target) for target in targets)
             return made
 
         def uuid(self):
