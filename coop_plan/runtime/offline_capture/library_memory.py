@@ -1,8 +1,8 @@
-"""Memory of ops that only their library knows: oneDNN's recurrent layers on the CPU.
+"""Memory of ops that only their library knows: oneDNN's layers and convolutions on the CPU.
 
-Their fake results leave out the workspace that the forward keeps for the backward, and no formula
-of it or of the scratch is documented. The library that a step would use is that of this process.
-So the op runs once per shape, on synthetic inputs.
+Fake results of recurrent layers leave out the workspace that the forward keeps for the backward.
+No formula of it, or of the scratch, is documented. The library that a step would use is that of
+this process. So an op runs once per shape, on synthetic inputs.
 """
 
 from typing import Any
@@ -17,9 +17,13 @@ _forward = torch.ops.aten.mkldnn_rnn_layer.default
 _measured = {
     _forward: REPLACEMENTS[_forward],
     REPLACEMENTS[_forward]: REPLACEMENTS[_forward],
-    torch.ops.aten.mkldnn_rnn_layer_backward.default: (
-        torch.ops.aten.mkldnn_rnn_layer_backward.default
-    ),
+} | {
+    op: op
+    for op in (
+        torch.ops.aten.mkldnn_rnn_layer_backward.default,
+        torch.ops.aten.convolution.default,
+        torch.ops.aten.convolution_backward.default,
+    )
 }
 """Op that is measured, by op; the replacement of the forward keeps its workspace in any mode."""
 
@@ -30,4 +34,5 @@ def library_profile(target: Any, args: Any, kwargs: Any) -> OpProfile | None:
     Tensors in the arguments are fake ones.
     """
     op = _measured.get(target)
-    return None if op is None else profile_op(op, args, kwargs)
+    on_cpu = all(value.device.type == "cpu" for value in args if isinstance(value, torch.Tensor))
+    return profile_op(op, args, kwargs) if op is not None and on_cpu else None
