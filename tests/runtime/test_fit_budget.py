@@ -100,10 +100,10 @@ def __getattr__(name):
     return step_of_seed
 
 def convolution(batch=8):
-    # 16 channels fill a block of oneDNN's layouts; fewer are padded in scratch that fit leaves out.
-    layers = [m for _ in range(4) for m in (nn.Conv2d(16, 16, 3, padding=1), nn.GELU())]
+    # 12 channels are padded to a block of oneDNN's layouts in scratch.
+    layers = [m for _ in range(4) for m in (nn.Conv2d(12, 12, 3, padding=1), nn.GELU())]
     model = nn.Sequential(*layers)
-    return (lambda x: model(x).square().mean()), (torch.randn(batch, 16, 24, 24),)
+    return (lambda x: model(x).square().mean()), (torch.randn(batch, 12, 24, 24),)
 """
 
 TRAIN = """
@@ -226,11 +226,10 @@ def test_the_printed_budget_keeps_the_process_within_the_card(
     assert peak <= card
 
 
-SEEDS = [int(seed) for seed in os.environ.get("COOP_FIT_SEEDS", "1-2").split("-")]
+SEEDS = [int(seed) for seed in os.environ.get("COOP_FIT_SEEDS", "0-1").split("-")]
 """First and last seed of random steps; `COOP_FIT_SEEDS=0-30` tries 31.
 
-Of these 31, eight fail. The runtime refuses the printed budget of 0, 9, 17, 24 and 27 (oneDNN's
-scratch in gradients of convolutions), 6 and 18 (not examined); 16 exceeds its card by 4 %.
+The runtime refuses the printed budgets of 6 and 18 (the cause is not known).
 """
 
 

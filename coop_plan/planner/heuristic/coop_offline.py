@@ -155,8 +155,11 @@ class CoopOffline:
         if self.problem.op_count <= SMALL_PROBLEM_OPS and not self._has_link:
             moves = replace(self.params.moves, max_repairs=self.params.tight_repairs)
             portfolio.params = replace(self.params, moves=moves)
+            SequenceAnnealing(portfolio, ops).find_feasible()
+            portfolio.params = self.params
+            if self.request.any_schedule or portfolio.best.found is not None:
+                return
         SequenceAnnealing(portfolio, ops).find_feasible()
-        portfolio.params = self.params
 
     @cached_property
     def _interval_classes(self) -> Ints:

@@ -85,6 +85,14 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
         """
         return max(parts.of_shard(shards) for parts in (self.step, self.update or self.step))
 
+    @property
+    def updating_bytes(self) -> int:
+        """Temporaries of an update in the backward, which the runtime counts in the step's budget.
+
+        They come beside the whole budget once: the first plan knows nothing of them.
+        """
+        return self.update_bytes if self.update is None else 0
+
     def outside_step(self, *, rests: bool) -> int:
         """Bytes outside a planned step: states, other residents, temporaries of the update.
 
@@ -100,7 +108,7 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
     def with_plan(self, graph: Graph, made: Plan, *, rests: bool) -> int:
         """The peak of an iteration whose step has a plan with the gradients in its arena."""
         if self.update is None:
-            return made.peak_bytes + self.outside_step(rests=rests)
+            return made.peak_bytes + self.updating_bytes + self.outside_step(rests=rests)
         beside = self.outside_step(rests=True)
         if rests:  # the first and last page of a gradient stay
             updating = self.update.total + 2 * PAGE * _gradients(graph)
@@ -111,7 +119,7 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
         return max(made.peak_bytes + beside, updating)
 
     def step_budget(self, graph: Graph, available: int, *, rests: bool) -> int:
-        """A budget of the step within which any plan keeps an iteration within available bytes.
+        """A budget of the step by which the runtime keeps an iteration within available bytes.
 
         If the arena may be too small for the update's temporaries, these lie beside it. That is
         so if it lacks room for them and, as tensors are not divided, for the largest once more.

@@ -139,8 +139,9 @@ def _figures_on(
     assert eager is not None
     available = int((there.memory_bytes - there.context) / (1 + margin))
     rests = there.kind == "cpu"
-    budget = Budgeting(eager.step_budget(graph, available, rests=rests), "gradients")
-    options: dict[str, Any] = {"budget": budget.bytes, "outputs": budget.outputs}
+    room = eager.step_budget(graph, available, rests=rests)
+    budget = Budgeting(room - eager.updating_bytes, "gradients")
+    options: dict[str, Any] = {"budget": room, "outputs": budget.outputs}
     if len(graphs) > 1:
         options["kernels"] = "fused"
 
@@ -151,7 +152,7 @@ def _figures_on(
         batch = batch or sizes["batch"] or 1
         return {
             "peak_bytes": eager.with_plan(graph, made, rests=rests),
-            "budget_bytes": made.peak_bytes,
+            "budget_bytes": made.peak_bytes + eager.updating_bytes,
             "overhead": made.overhead,
             "cost_us": made.cost_us,
             "samples_per_s": batch / max(made.cost_us * 1e-6, 1e-12),
@@ -170,7 +171,7 @@ def _figures_on(
     if eager.peak_bytes <= available:
         within = as_it_is
     elif within:
-        options["budget"] = max(budget.bytes, within["budget_bytes"])
+        options["budget"] = max(room, within["budget_bytes"])
         within |= {"budget_bytes": options["budget"], "options": options}
     figures = {
         "memory_bytes": there.memory_bytes,
