@@ -63,7 +63,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(value, torch.Tensor):
                 output = known and known.outputs[position]
                 self._count(value, output.bytes if output else 0)
-        if scratch := known.workspace_bytes if known else workspace_bytes(func, args):
+        if scratch := known.workspace_bytes if known else workspace_bytes(func, args, kwargs):
             number = self._born(scratch)
             self._changes.append((number, -scratch))
         return result

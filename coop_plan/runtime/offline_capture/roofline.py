@@ -12,9 +12,8 @@ finds them for the device. It moves each input and result once, and tensors betw
 *Workspace* follows documented formulas. Flash attention's backward has a float32 accumulator and
 one float32 per row (flash-attention 2, `mha_bwd`), and the gradients of all heads if heads share
 keys. Efficient attention's backward has one float32 per row. cuBLAS has a resident workspace of
-fixed size. A fused region has the tensors between its kernels. On the CPU that of a recurrent layer
-is measured (`library_memory.py`). All other ops have none: that of a convolution depends on cuDNN's
-choice.
+fixed size. A fused region has the tensors between its kernels. All other ops have none: that of a
+convolution depends on cuDNN's choice. On the CPU workspace is measured (`library_memory.py`).
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.fused.compiled import MODELLED
 from coop_plan.runtime.offline_capture.devices import DeviceSpec
-from coop_plan.runtime.offline_capture.library_memory import library_profile
+from coop_plan.runtime.offline_capture.library_memory import cpu_scratch_bytes, library_profile
 from coop_plan.runtime.op_profile import Allocation, OpProfile, Output
 from coop_plan.runtime.torch_internals.fakes import FakeTensor
 from coop_plan.runtime.torch_internals.ops import (
@@ -114,7 +113,7 @@ class Roofline:
             and results[position].device.type == self.spec.kind
         )
         region = MODELLED.get(target)
-        workspace = region.scratch_bytes if region else workspace_bytes(target, args)
+        workspace = region.scratch_bytes if region else workspace_bytes(target, args, kwargs)
         if workspace:
             allocations = (Allocation(workspace, -1, 0), *allocations)
         made = sum(output.bytes for output in outputs if output is not None and output.alias < 0)
@@ -211,8 +210,11 @@ def _outputs(
     return tuple(outputs)
 
 
-def workspace_bytes(target: OpOverload, args: Any) -> int:
-    """The scratch of an op, in bytes, by the formulas of the module's docstring."""
+def workspace_bytes(target: OpOverload, args: Any, kwargs: Any) -> int:
+    """The scratch of an op, in bytes: measured, or by the formulas of the module's docstring."""
+    measured = cpu_scratch_bytes(target, args, kwargs)
+    if measured is not None:
+        return measured
     packet = target.overloadpacket
     if packet is not FLASH_BACKWARD and packet is not EFFICIENT_BACKWARD:
         return 0
