@@ -47,22 +47,14 @@ def test_steps_on_a_pretended_device(library, cache):
 
 
 @cpu_build
-def test_the_benchmark_on_a_pretended_device(library, cache):
+@pytest.mark.parametrize(("check", "row"), [("gpt2-bf16", r"coop min .* none"), ("update", "")])
+def test_the_benchmark_on_a_pretended_device(library, cache, check, row):
     pytest.importorskip("transformers")
-    small = ("--small", "--only", "gpt2-bf16")
+    small = ("--small", "--only", check)
     code, said = run("tests.runtime.simulated_cuda", library, "benchmarks.gpu_step", *small)
     assert code == 0, said
     assert "all held" in said
-    assert re.search(r"coop min .* none", said), said
-
-
-@cpu_build
-def test_the_check_of_the_update_on_a_pretended_device(library, cache):
-    pytest.importorskip("transformers")
-    small = ("--small", "--only", "update")
-    code, said = run("tests.runtime.simulated_cuda", library, "benchmarks.gpu_step", *small)
-    assert code == 0, said
-    assert "all held" in said
+    assert re.search(row, said), said
 
 
 def test_each_check_of_the_benchmark_has_a_process_of_its_own(cache, tmp_path):

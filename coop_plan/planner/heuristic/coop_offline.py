@@ -109,7 +109,7 @@ class CoopOffline:
             annealing = self.params.sequence_annealing
             divisor = self.params.start_divisor * max(1, ops.size // self.problem.op_count)
             annealing = replace(annealing, fixed_steps=annealing.fixed_steps // divisor)
-            portfolio.params = replace(portfolio.params, sequence_annealing=annealing)
+            portfolio.params = replace(self.params, sequence_annealing=annealing)
         SequenceAnnealing(portfolio, ops).run_fixed_length()
 
     def _offer_start(self) -> None:

@@ -44,12 +44,15 @@ class _Measurement:
         self._before = 0
         self._ended = False
 
+    @property
     def is_over(self) -> bool:
-        """True if the step was measured or the tensors are freed; its hook is removed then."""
-        over = self._ended or not self._parameters
-        if over and self._hook is not None:
+        """True if the step was measured or the tensors are freed."""
+        return self._ended or not self._parameters
+
+    def end(self) -> None:
+        """Remove the hook, if it has one."""
+        if self._hook is not None:
             self._hook.remove()
-        return over
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Start of a step of this optimizer, if it updates one of the tensors."""
@@ -95,6 +98,8 @@ def _register_hook() -> None:
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Hooks before a step are removed here, as PyTorch does not iterate over them now."""
-    _pending[:] = [each for each in _pending if not each.is_over()]
+    for measurement in [each for each in _pending if each.is_over]:
+        measurement.end()
+        _pending.remove(measurement)
     for measurement in _pending:
         measurement.begin(optimizer)
