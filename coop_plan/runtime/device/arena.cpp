@@ -57,6 +57,7 @@ class ArenaAllocator final : public at::Allocator {
     {
       std::lock_guard<std::mutex> lock(mutex);
       std::tie(served, place) = planned(size, false);
+      if (place == nullptr) relieve(static_cast<int64_t>(size));
     }
     if (place != nullptr) return {place, place, &release, at::Device(at::DeviceType::CPU)};
     const std::string line = noted && served == Served::kByNobody ? user_line() : "";
@@ -67,7 +68,6 @@ class ArenaAllocator final : public at::Allocator {
         std::lock_guard<std::mutex> lock(mutex);
         const auto bytes = static_cast<int64_t>(size);
         if (noted && served == Served::kByNobody) add_stray(p, bytes, line);
-        if (!idle.empty()) relieve(bytes);
         take(p, bytes);
       }
       if (is_recorded(false)) log_alloc(p, size);

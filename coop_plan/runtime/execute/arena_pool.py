@@ -73,11 +73,11 @@ class ArenaPool:
 
     def place(self, invocation: Invocation) -> bool:
         """Assign an arena to a new invocation; returns whether its counters start at zero."""
-        if invocation.in_joint_plan and not self.recorder.first:
+        if invocation.in_joint_plan and not self.recorder.has_one_call:
             invocation.memory = self.recorder.shared_memory()
             return False
         memory = self.allocate(invocation)
-        if self.recorder.first:
+        if self.recorder.has_one_call:
             others = [other for other in self.arenas if other is not memory]
             self.recorder.open(memory, invocation.compiled, others)
         return True

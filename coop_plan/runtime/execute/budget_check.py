@@ -39,7 +39,7 @@ class BudgetCheck:
         recorder: IterationRecorder,
         half: str,
     ) -> None:
-        """Report the half with which several graphs exceed a budget more than before.
+        """Report the half with which an iteration exceeds a budget more than before.
 
         A later half that takes no more in the same iteration is not reported.
         """
@@ -48,9 +48,11 @@ class BudgetCheck:
         if excess <= known or not recorder.note_excess(peak):
             return
         self._known_excess[budget] = excess
+        one = "it used {} of its"
+        used = one if recorder.has_one_call else "the graphs of one iteration used {} of their"
         text = (
-            f"{self._lines.begin}: with the {half} of '{self._report.name}', the graphs of one"
-            f" iteration used {format_bytes(peak)} of their budget of {format_bytes(budget)}"
+            f"{self._lines.begin}: with the {half} of '{self._report.name}',"
+            f" {used.format(format_bytes(peak))} budget of {format_bytes(budget)}"
         )
         if waiting := recorder.waiting_names(invocation):
             text += (
@@ -60,7 +62,7 @@ class BudgetCheck:
             )
         if self._is_error(recorder):
             raise BudgetExceededError(text)
-        if recorder.will_plan:
+        if recorder.will_plan_jointly:
             text += "; once each call has its backward, the next one is planned"
         log.warning("%s", text)
 

@@ -160,7 +160,7 @@ class PlannedStep:
                     invocation.use_plan(planned)
                 else:
                     self._replan_as_learned()
-                    if pool.recorder.first:
+                    if pool.recorder.has_one_call:
                         self._update_held_gradients(inputs)
                     if invocation.compiled is not self._compiled:
                         invocation.use_own_plan(self._compiled)

@@ -145,6 +145,13 @@ class _Iteration:
         own.pop(None, None)
         return self.input_bytes - sum(own.values())
 
+    def count_first_inputs(self) -> None:
+        """Count the inputs of the first call, once its iteration has another call or run."""
+        first, invocation = self.calls[0], self.invocations[0]()
+        if not first.inputs and invocation is not None:
+            set_inputs(first, invocation.inputs, self.made)
+            self.count_inputs(0)
+
     def hold(self, gradients: Mapping[int, int]) -> None:
         """Count the bytes of held gradients, by address, that existed before it began."""
         fresh = self.allocated(list(gradients))
@@ -269,8 +276,8 @@ class IterationRecorder:
         self._incomplete: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
     @property
-    def first(self) -> bool:
-        """True if the forward that begins is the first of its iteration."""
+    def has_one_call(self) -> bool:
+        """True if the iteration has one call so far: the forward that begins is its first."""
         return len(self._now.calls) == 1
 
     @property
@@ -333,10 +340,7 @@ class IterationRecorder:
         if number:
             set_inputs(call, inputs, now.made)
             call.fresh = now.allocated(storage_addresses(inputs))
-            first = now.calls[0]
-            if not first.inputs and (earlier := now.invocations[0]()) is not None:
-                set_inputs(first, earlier.inputs, now.made)
-                now.count_inputs(0)
+            now.count_first_inputs()
             now.count_inputs(number)
         return self._next(number, False)
 
@@ -397,16 +401,22 @@ class IterationRecorder:
         return None if alone else self._now.numbers.get(invocation)
 
     def measure(self, invocation: Invocation) -> tuple[int, int] | None:
-        """Peak of an iteration of several calls after a half, and its budget; None for one call."""
+        """Peak of an iteration after a half, and its budget; None for one call that ran once.
+
+        The counters of a forward that runs again lack the outputs of its first run and what the
+        backward made before.
+        """
         now = self._now
         now.budget_bytes = max(now.budget_bytes, invocation.compiled.budget_bytes)
         if now.run is None or invocation not in now.numbers:
             return None
+        if len(now.calls) == 1 and invocation.runs_again:
+            now.count_first_inputs()
+        elif len(now.calls) == 1 and now.joint_plan is None:
+            return None
         resident = now.resident_bytes
         if now.joint_plan is not None:
             resident = now.joint_plan.report.resident_bytes - now.absent_bytes
-        elif len(now.calls) == 1:
-            return None
         held = sum(now.held_bytes.values())
         peak = resident + held + now.run.counters().process_bytes
         now.peak_bytes = peak
