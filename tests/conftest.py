@@ -8,8 +8,10 @@ from hypothesis import settings
 
 from coop_plan.planner.kernels import ALL, compile_modules
 
-settings.register_profile("any machine", deadline=None)  # no test asserts seconds
-settings.load_profile("any machine")
+# No test asserts seconds. `pytest --hypothesis-profile=fresh` tries other examples each time.
+settings.register_profile("fixed", deadline=None, derandomize=True)
+settings.register_profile("fresh", deadline=None)
+settings.load_profile("fixed")
 
 
 MEASURES = {"process_bytes", "process_time", "getrusage", "measured_peak_bytes"}
