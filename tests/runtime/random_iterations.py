@@ -349,8 +349,8 @@ def run_loop(of, loop, told, halves_run):
             assert ours is None or torch.equal(ours, theirs), f"iteration {number}: other gradients"
         allowed, names = halves_run.look()
         excess = 1.02 * max(0.0, told_bytes(told.messages, names, 1.01 * allowed) - allowed)
-        if planned.kept is not None:  # as one of an earlier iteration
-            allowed += planned.kept.nbytes * 2
+        if planned.kept is not None:  # by an earlier iteration: its input, results of two graphs
+            allowed += planned.kept.nbytes * 3
         if iteration.stop is not None:  # no half follows that would tell of the loss's tensors:
             # two outputs, and three temporaries of the backward of `square`.
             allowed += max(5 * 4 * half[2] * half[4] for half in ran if half[0] == "F")
