@@ -7,6 +7,15 @@ import coop_plan
 from coop_plan import runtime
 
 WIDTH = 24
+
+
+def muon_and_adamw(parameters):
+    """Muon for the matrices, AdamW for the rest."""
+    given = [*parameters]
+    matrices = torch.optim.Muon([p for p in given if p.dim() == 2], 1e-2)
+    return [matrices, torch.optim.AdamW([p for p in given if p.dim() != 2], 1e-2)]
+
+
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05),
     "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.1, nesterov=True),
@@ -17,7 +26,12 @@ OPTIMIZERS = {
     "adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
     "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-3, momentum=0.5),
     "radam": lambda p: torch.optim.RAdam(p, 1e-2),
+    "muon-adamw": muon_and_adamw,
 }
+
+
+def listed(optimizer):
+    return optimizer if isinstance(optimizer, list) else [optimizer]
 
 
 class Net(nn.Module):
@@ -58,18 +72,21 @@ def batches_of(step, count, rows=32):
 
 def eager(loss, optimizer, batches, clip_norm):
     """The losses and the norm of the loop."""
-    optimizer.zero_grad()
+    optimizers = listed(optimizer)
+    for one in optimizers:
+        one.zero_grad()
     losses = []
     for batch in batches:
         made = loss(batch)
         made.backward()
         losses.append(made.detach())
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for one in optimizers for group in one.param_groups for p in group["params"]]
     norm = None
     if clip_norm is not None:
         norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
-    optimizer.step()
-    optimizer.zero_grad()
+    for one in optimizers:
+        one.step()
+        one.zero_grad()
     return losses, norm
 
 
@@ -77,7 +94,8 @@ def state_of(model, optimizer):
     """All that an iteration changes."""
     made = [*model.state_dict().values()]
     for parameter in model.parameters():
-        made += [v for v in optimizer.state.get(parameter, {}).values() if torch.is_tensor(v)]
+        for one in listed(optimizer):
+            made += [v for v in one.state.get(parameter, {}).values() if torch.is_tensor(v)]
     return made
 
 
@@ -94,8 +112,8 @@ def compared(optimizer, budget, count, clip_norm, *, steps=3, depth=3, model=Net
         OPTIMIZERS[optimizer](ours.parameters()),
         OPTIMIZERS[optimizer](theirs.parameters()),
     )
-    mine_lr = torch.optim.lr_scheduler.ExponentialLR(mine, 0.7)
-    other_lr = torch.optim.lr_scheduler.ExponentialLR(other, 0.7)
+    optimizers = [*listed(mine), *listed(other)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.7) for one in optimizers]
     given = {"method": "coop"} | options
     iteration = coop_plan.train_iteration(loss_of(ours), mine, budget, clip_norm=clip_norm, **given)
     for step in range(steps):
@@ -111,8 +129,8 @@ def compared(optimizer, budget, count, clip_norm, *, steps=3, depth=3, model=Net
         (report,) = coop_plan.reports()
         assert report.measured_peak_bytes <= report.budget_bytes
         assert report.outside_bytes == 0
-        mine_lr.step()
-        other_lr.step()
+        for scheduler in schedulers:
+            scheduler.step()
     assert report.steps_run == steps
     return report
 

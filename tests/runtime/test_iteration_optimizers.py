@@ -143,6 +143,27 @@ def test_steps_that_are_counted_for_all_parameters_are_refused(place):
     assert before[1:] == after[1:]
 
 
+def test_several_optimizers_step_in_their_order():
+    """The norm is that of all gradients; each optimizer's step is counted and refused alone."""
+    compared("muon-adamw", "60%", 2, 0.05)
+    model = Net()
+    muon, adamw = OPTIMIZERS["muon-adamw"](model.parameters())
+    calls = []
+    for name, optimizer in (("muon", muon), ("adamw", adamw)):
+        optimizer.register_step_post_hook(lambda *_, name=name: calls.append(name))
+    step_of(model, [muon, adamw])(*batches_of(0, 1))
+    assert calls == ["muon", "adamw"]
+    coupled = Coupled([*model.norm.parameters()])
+    with pytest.raises(runtime.RuntimeRefusalError, match="by the others' gradients"):
+        step_of(model, [muon, coupled])(*batches_of(0, 1))
+    with pytest.raises(runtime.RuntimeRefusalError, match="in two optimizers"):
+        step_of(model, [muon, adamw, coupled])(*batches_of(0, 1))
+    with pytest.raises(runtime.CaptureError, match="in no group"):
+        step_of(model, [muon])(*batches_of(0, 1))
+    with pytest.raises(runtime.OptionsError, match="needs an optimizer"):
+        step_of(model, [])
+
+
 def test_hooks_before_the_step_are_refused():
     model = Net()
     optimizer = OPTIMIZERS["adamw"](model.parameters())

@@ -23,7 +23,7 @@ STEPS = 3
 
 def independence_key(optimizer: Optimizer) -> Hashable:
     """Key of optimizers for which one check is enough."""
-    return tuple(
+    return optimizer, *(
         (repr(_options(group)), tuple(map(repr, _kinds(group)))) for group in optimizer.param_groups
     )
 

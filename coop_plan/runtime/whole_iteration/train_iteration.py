@@ -38,7 +38,7 @@ from coop_plan.runtime.whole_iteration.updates import ParameterUpdate, Updates
 
 def train_iteration(
     loss_fn: Callable[[Any], torch.Tensor],
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     budget: int | str | None = None,
     *,
     clip_norm: float | None = None,
@@ -60,7 +60,8 @@ def train_iteration(
 
     Args:
         loss_fn: returns the scalar loss of one micro-batch.
-        optimizer: its updates of different parameters must be independent.
+        optimizer: its updates of different parameters must be independent. Several optimizers, as
+            Muon for matrices and AdamW for the rest, step in their order.
         budget: bytes, `"12GiB"`, `"60%"` of the peak of keep-everything, or `"min"`; parameters and
             the optimizer's states included [default: environment variable `COOP_BUDGET`].
         clip_norm: largest norm of all gradients together.
@@ -74,7 +75,10 @@ def train_iteration(
         raise OptionsError('train_iteration runs eager kernels: kernels="fused" is for train_step')
     if clip_norm is not None and not clip_norm > 0:
         raise OptionsError(f"clip_norm must be above 0, not {clip_norm}")
-    return TrainIteration(loss_fn, optimizer, given, clip_norm)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+    if not optimizers:
+        raise OptionsError("train_iteration needs an optimizer")
+    return TrainIteration(loss_fn, optimizers, given, clip_norm)
 
 
 class TrainIteration:
@@ -87,13 +91,13 @@ class TrainIteration:
     def __init__(
         self,
         loss_fn: Callable[[Any], torch.Tensor],
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         options: Options,
         clip_norm: float | None,
     ) -> None:
         self.grad_norm: torch.Tensor | None = None
-        self._optimizer = optimizer
-        self._updates = Updates(optimizer)
+        self._optimizers = optimizers
+        self._updates = Updates(optimizers)
         self._checked: set[Hashable] = set()
         self._options = options
         self._clip_norm = clip_norm
@@ -157,10 +161,11 @@ class TrainIteration:
     def _planned(self, traced: "_Traced", updates: dict[int, ParameterUpdate]) -> PlannedIteration:
         """Profile and plan a traced iteration."""
         began = time.perf_counter()
-        kind = independence_key(self._optimizer)
-        if kind not in self._checked:
-            check_independent(self._optimizer)
-            self._checked.add(kind)
+        for optimizer in self._optimizers:
+            kind = independence_key(optimizer)
+            if kind not in self._checked:
+                check_independent(optimizer)
+                self._checked.add(kind)
         trained = sum(map(is_tangent, traced.joint.graph.nodes))
         if trained < self._batches:
             raise CaptureError(

@@ -6,7 +6,7 @@ allocates, are residents.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,102 +29,119 @@ GRADIENT = 0.25
 
 
 class ParameterUpdate:
-    """The update of `parameter`, which is in group `group` of the optimizer."""
+    """The update of `parameter`, which is in group number `group` of the optimizer."""
 
     def __init__(self, optimizer: Optimizer, group: int, parameter: torch.Tensor) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self.group = group
         self.parameter = parameter
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The parameter's group, as it is now."""
+        group: dict[str, Any] = self.optimizer.param_groups[self.group]
+        return group
+
+    @property
     def has_states(self) -> bool:
         """True if the optimizer has updated the parameter before, or loaded its states."""
-        return bool(self._optimizer.state.get(self.parameter))
+        return bool(self.optimizer.state.get(self.parameter))
 
     def __call__(self, gradient: torch.Tensor) -> None:
         """Update the parameter by its gradient, which is not kept."""
-        group = self._optimizer.param_groups[self.group]
-        run_update(self._optimizer, group, [self.parameter], [gradient], self._optimizer.state)
+        optimizer = self.optimizer
+        run_update(optimizer, self.options, [self.parameter], [gradient], optimizer.state)
 
 
 class Updates:
-    """The updates of an optimizer's parameters, one each."""
+    """The updates of the parameters of some optimizers, one each."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.profiling_bytes = 0
         """Most bytes that a measurement took."""
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._profiles: dict[object, UpdateProfile] = {}
 
-    @property
-    def name(self) -> str:
-        """The optimizer's class, for messages."""
-        return type(self._optimizer).__name__
-
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        """The optimizer's parameters, in its order."""
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+    def _all(self) -> Iterator[ParameterUpdate]:
+        """All updates in the order of the optimizers, their groups and parameters."""
+        for optimizer in self._optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    yield ParameterUpdate(optimizer, number, parameter)
 
     def begin(self) -> None:
         """Begin an iteration: no parameter has a gradient.
 
         Raises:
-            RuntimeRefusalError: a parameter has a hook, which would not run, or the optimizer's
-                step has one, which would run after the updates.
+            RuntimeRefusalError: a parameter has a hook, which would not run, or is in two
+                optimizers, or the step of one has a hook, which would run after the updates.
         """
-        if has_step_pre_hooks(self._optimizer):
-            raise RuntimeRefusalError(
-                f"a step pre-hook of {self.name} would run after the updates of train_iteration:"
-                " remove it and call it before the iteration, or use train_step"
-            )
-        for parameter in self.parameters:
+        for optimizer in self._optimizers:
+            if has_step_pre_hooks(optimizer):
+                raise RuntimeRefusalError(
+                    f"a step pre-hook of {type(optimizer).__name__} would run after the updates of"
+                    " train_iteration: remove it and call it before the iteration, or use"
+                    " train_step"
+                )
+        owners: dict[torch.Tensor, Optimizer] = {}
+        for update in self._all():
+            parameter, shape = update.parameter, tuple(update.parameter.shape)
             if has_gradient_hooks(parameter):
                 raise RuntimeRefusalError(
                     "train_iteration gives gradients to the optimizer alone, so that the hook on a"
-                    f" parameter of shape {tuple(parameter.shape)} would not run: remove it, or use"
-                    " train_step"
+                    f" parameter of shape {shape} would not run: remove it, or use train_step"
+                )
+            if owners.setdefault(parameter, update.optimizer) is not update.optimizer:
+                raise RuntimeRefusalError(
+                    f"a parameter of shape {shape} is in two optimizers of train_iteration: remove"
+                    " it from one, or use train_step"
                 )
             parameter.grad = None
 
     def finish(self) -> None:
-        """Run the optimizer's step without gradients: its hooks and schedulers count it."""
-        self._optimizer.step()
+        """Run the optimizers' steps without gradients: hooks and schedulers count them."""
+        for optimizer in self._optimizers:
+            optimizer.step()
 
     def among(self, inputs: Sequence[Any]) -> dict[int, ParameterUpdate]:
-        """The updates of the parameters among a graph's inputs, by position, in optimizer order.
+        """The updates of the parameters among a graph's inputs, by position, in optimizers' order.
 
         Raises:
             RuntimeRefusalError: another input has memory of an updated parameter.
         """
         positions = {id(value): i for i, value in enumerate(inputs)}
         found = {}
-        for number, group in enumerate(self._optimizer.param_groups):
-            for parameter in group["params"]:
-                if (at := positions.get(id(parameter))) is not None and parameter.requires_grad:
-                    found[at] = ParameterUpdate(self._optimizer, number, parameter)
+        for update in self._all():
+            at = positions.get(id(update.parameter))
+            if at is not None and update.parameter.requires_grad:
+                found[at] = update
         _refuse_shared_memory(inputs, found)
         return found
 
     def key(self, updates: Mapping[int, ParameterUpdate]) -> Hashable:
         """Key of updates with equal memory: parameters, their groups, options that are not 0."""
-        groups = self._optimizer.param_groups
-        used = {update.group: _kind_of_options(groups[update.group]) for update in updates.values()}
-        parts = ((at, id(update.parameter), update.group) for at, update in updates.items())
+        parts, used = [], {}
+        for at, update in updates.items():
+            place = self._optimizers.index(update.optimizer), update.group
+            parts.append((at, id(update.parameter), place))
+            used[place] = _kind_of_options(update.options)
         return (*parts, *used.items())
 
     def profile(self, update: ParameterUpdate) -> UpdateProfile:
         """Memory and time of an update, measured on a parameter of equal layout and new states."""
-        parameter, group = update.parameter, self._optimizer.param_groups[update.group]
-        options = {name: value for name, value in group.items() if name != "params"}
+        parameter, optimizer = update.parameter, update.optimizer
+        options = {name: value for name, value in update.options.items() if name != "params"}
         layout = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
-        key = (*layout, repr(options), torch.get_num_threads())
+        key = (optimizer, *layout, repr(options), torch.get_num_threads())
         if key not in self._profiles:
             with real_mode():
-                self._profiles[key] = self._measured(group, parameter)
+                self._profiles[key] = self._measured(optimizer, update.options, parameter)
         return self._profiles[key]
 
-    def _measured(self, group: dict[str, Any], like: torch.Tensor) -> UpdateProfile:
+    def _measured(
+        self, optimizer: Optimizer, group: dict[str, Any], like: torch.Tensor
+    ) -> UpdateProfile:
+        name = type(optimizer).__name__
         cuda = like.device.type == "cuda"
         alignment = CUDA_ALIGNMENT if cuda else SCRATCH_ALIGNMENT
         parameter = torch.nn.Parameter(torch.full_like(like, 0.5, requires_grad=False))
@@ -133,7 +150,7 @@ class Updates:
         place, ext = parameter.data_ptr(), extension()
 
         def run() -> None:
-            run_update(self._optimizer, group, [parameter], [gradient], state)
+            run_update(optimizer, group, [parameter], [gradient], state)
 
         found, kept_bytes, changes_gradient = [], [], False
         for _ in range(MEASURED_STEPS):
@@ -142,25 +159,25 @@ class Updates:
                 run()
             finally:
                 events = ext.record_end()
-            found.append(summarize_events(events, [], [], self.name, alignment)[1:])
+            found.append(summarize_events(events, [], [], name, alignment)[1:])
             changes_gradient |= not bool((gradient == GRADIENT).all())
             kept = [v for v in tree_flatten([*state.values()])[0] if isinstance(v, torch.Tensor)]
             kept_bytes.append(sum(v.untyped_storage().nbytes() for v in kept))
         if parameter.data_ptr() != place or storage_key(gradient) in map(storage_key, kept):
             raise RuntimeRefusalError(
-                f"{self.name} keeps a gradient or replaces a parameter's memory: train_iteration"
+                f"{name} keeps a gradient or replaces a parameter's memory: train_iteration"
                 " needs an optimizer that updates parameters in place"
             )
         if max(kept_bytes) > kept_bytes[0]:
             raise RuntimeRefusalError(
-                f"{self.name} makes states after its first update, and train_iteration plans those"
+                f"{name} makes states after its first update, and train_iteration plans those"
                 " of the first: make all of them at once, or use train_step"
             )
         (made, first_workspace), (allocations, workspace) = found[0], found[-1]
         replaced = sum(allocation.bytes for allocation in allocations if allocation.output == -2)
         if replaced > SCRATCH_ALIGNMENT:
             raise RuntimeRefusalError(
-                f"{self.name} replaces the memory of its states ({replaced} bytes an update):"
+                f"{name} replaces the memory of its states ({replaced} bytes an update):"
                 " train_iteration needs an optimizer that updates states in place"
             )
         slots = slots_alone(allocations, workspace, alignment)
