@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from coop_plan import runtime
 from coop_plan.runtime.device import cuda
@@ -338,6 +339,26 @@ def test_who_borrows_nothing(module, monkeypatch):
     before = requested("current")
     optimizer.step()
     assert requested("current") == before + SIZE
+
+
+@pytest.mark.parametrize("kind", ["pre", "post", "all"])
+def test_what_a_hook_of_the_step_keeps_is_not_in_the_arena(kind):
+    model, batch = Mlp().cuda(), torch.randn(256, 64, device="cuda")
+    step, optimizer = compiled(model, "100%"), torch.optim.SGD(model.parameters())
+    register = {
+        "pre": optimizer.register_step_pre_hook,
+        "post": optimizer.register_step_post_hook,
+        "all": register_optimizer_step_post_hook,
+    }[kind]
+    kept = []
+    handle = register(lambda *_: kept.append(torch.ones(1000, device="cuda")))
+    step(batch).backward()
+    before = requested("current")
+    optimizer.step()
+    handle.remove()
+    assert requested("current") == before + kept[0].nbytes
+    step(batch).backward()
+    assert torch.equal(kept[0], torch.ones(1000, device="cuda"))
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -10,7 +10,8 @@ larger of the two, as in eager PyTorch.
   copy of them on the device. A temporary for which there is no gap lies outside, as without a loan.
 - States, which a first step makes, move to PyTorch's allocator when the step ends. So no tensor of
   the user's is in the arena when the next forward begins.
-- Only optimizers of `torch.optim` borrow: their updates run on the current stream.
+- Only optimizers of `torch.optim` borrow: their updates run on the current stream. Those with hooks
+  of the user's around their step do not, as a hook may keep what it allocates.
 - A step that raises an error leaves its loan until the thread's next run or optimizer step; a
   closure's run ends it.
 - Nothing is lent while a CUDA graph is captured, nor an arena whose addresses a CUDA graph holds.
@@ -29,7 +30,7 @@ from torch.optim.optimizer import (
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import Memory
 from coop_plan.runtime.execute.arena_pool import idle_arenas
-from coop_plan.runtime.torch_internals.autograd import is_own_optimizer
+from coop_plan.runtime.torch_internals.autograd import has_step_hooks, is_own_optimizer
 from coop_plan.runtime.torch_internals.ops import tree_flatten
 
 
@@ -52,7 +53,8 @@ def lend_to_optimizers() -> None:
 
 def _lend(optimizer: torch.optim.Optimizer, *_: object) -> None:
     _recall(optimizer)  # of a step that raised an error
-    if is_own_optimizer(optimizer) and not cuda.capturing():
+    lends = is_own_optimizer(optimizer) and not has_step_hooks(optimizer)
+    if lends and not cuda.capturing():
         _borrowed.arenas = [arena for arena in idle_arenas() if arena.lend()]
 
 

@@ -4,12 +4,13 @@
 """
 
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from coop_plan.runtime.torch_internals.dynamo_graphs import leaves_of
 
@@ -87,9 +88,18 @@ def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
     Functions of this package do not count.
     """
-    own = getattr(optimizer, "_optimizer_step_pre_hooks", None) or {}
-    hooks = (*own.values(), *_global_optimizer_pre_hooks.values())
-    return any(not str(hook.__module__).startswith("coop_plan.") for hook in hooks)
+    return _are_users(optimizer._optimizer_step_pre_hooks, _global_optimizer_pre_hooks)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """The same, before or after its step."""
+    after = optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks
+    return has_step_pre_hooks(optimizer) or _are_users(*after)
+
+
+def _are_users(*hooks: Mapping[int, Any]) -> bool:
+    every = itertools.chain(*(some.values() for some in hooks))
+    return any(not str(hook.__module__).startswith("coop_plan.") for hook in every)
 
 
 def accumulate_node(leaf: torch.Tensor) -> Any:
