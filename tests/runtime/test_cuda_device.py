@@ -8,6 +8,7 @@ import gc
 import itertools
 import random
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import pytest
@@ -359,6 +360,31 @@ def test_what_a_hook_of_the_step_keeps_is_not_in_the_arena(kind):
     assert requested("current") == before + kept[0].nbytes
     step(batch).backward()
     assert torch.equal(kept[0], torch.ones(1000, device="cuda"))
+
+
+def test_another_thread_s_arena_is_not_lent():
+    """Its gradients would move while that thread reads them."""
+    parameter = nn.Parameter(torch.ones(1000, device="cuda"))
+    parameter.grad = torch.ones(1000, device="cuda")
+    optimizer = torch.optim.SGD([parameter], weight_decay=0.1, foreach=True)
+
+    def train():
+        model = Widths(8, 8, 129).cuda()
+        compiled(model, "100%", outputs="gradients")(torch.ones(700, 8, device="cuda")).backward()
+        return model
+
+    def peak():
+        torch.cuda.reset_peak_memory_stats()
+        before = requested("current")
+        optimizer.step()
+        return requested("peak") - before
+
+    alone = peak()
+    with ThreadPoolExecutor(1) as executor:
+        model = executor.submit(train).result()
+        places = [p.grad.data_ptr() for p in model.parameters()]
+        assert peak() == alone
+    assert places == [p.grad.data_ptr() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("seed", range(5))

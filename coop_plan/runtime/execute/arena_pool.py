@@ -26,6 +26,7 @@ class ArenaPool:
     def __init__(self, options: Options) -> None:
         self._options = options
         self.recorder = IterationRecorder(options)
+        self.thread = threading.get_ident()
         self.arenas: list[Memory] = []
         self._entering = False
         self._owners: dict[int, weakref.ref[Any]] = {}
@@ -153,10 +154,11 @@ def release() -> None:
 
 
 def idle_arenas() -> list[Memory]:
-    """The arenas of all pools in which no invocation runs or waits."""
+    """The arenas of this thread's pools in which no invocation runs or waits."""
+    thread = threading.get_ident()
     with _lock:
         busy = {id(invocation.memory) for invocation in live_invocations()}
-        arenas = [memory for pool in _all for memory in pool.arenas]
+        arenas = [memory for pool in _all if pool.thread == thread for memory in pool.arenas]
     return [memory for memory in arenas if id(memory) not in busy]
 
 

@@ -10,8 +10,9 @@ larger of the two, as in eager PyTorch.
   copy of them on the device. A temporary for which there is no gap lies outside, as without a loan.
 - States, which a first step makes, move to PyTorch's allocator when the step ends. So no tensor of
   the user's is in the arena when the next forward begins.
-- Only optimizers of `torch.optim` borrow: their updates run on the current stream. Those with hooks
-  of the user's around their step do not, as a hook may keep what it allocates.
+- Only optimizers of `torch.optim` borrow, from their thread's arenas: their updates run on the
+  current stream, and gradients of other threads stay where they are. Those with hooks of the
+  user's around their step do not borrow, as a hook may keep what it allocates.
 - A step that raises an error leaves its loan until the thread's next run or optimizer step; a
   closure's run ends it.
 - Nothing is lent while a CUDA graph is captured, nor an arena whose addresses a CUDA graph holds.
