@@ -159,9 +159,9 @@ for name in ("outside_bytes", "outside_peak"):
 
 @st.composite
 def orders(draw):
-    """Halves of one iteration: ("F", loss, width, number of graphs, rows) and ("B", loss, twice).
+    """Halves of one iteration: ("F", loss, width, number of graphs, rows) and ("B", loss, retains).
 
-    A backward that runs `twice` retains the graph once.
+    A backward that retains the graph is followed by another one of its loss, at once or later.
     """
     losses = draw(st.integers(1, 3))
     halves, begun, waiting = [], 0, []
@@ -176,6 +176,9 @@ def orders(draw):
             loss = draw(st.sampled_from(waiting))
             waiting.remove(loss)
             halves.append(("B", loss, draw(st.integers(0, 7)) == 7))
+    for half in [half for half in halves if half[0] == "B" and half[2]]:
+        at = draw(st.integers(halves.index(half) + 1, len(halves)))
+        halves.insert(at, ("B", half[1], False))
     return tuple(halves)
 
 
@@ -196,8 +199,8 @@ class Iteration:
     @property
     def regular(self):
         """True if its forwards run once as soon as it is planned."""
-        twice = any(half[0] == "B" and half[2] for half in self.halves)
-        return self.stop is None and self.evaluates != "kept" and not twice
+        retains = any(half[0] == "B" and half[2] for half in self.halves)
+        return self.stop is None and self.evaluates != "kept" and not retains
 
 
 @st.composite
@@ -236,15 +239,13 @@ class Runner:
             if stops and not (iteration.within and half[0] == "B"):
                 break  # an exception, after which all is dropped
             if half[0] == "B":
-                loss = losses.pop(half[1])
+                loss = losses[half[1]] if half[2] else losses.pop(half[1])
                 if stops:
                     first[half[1]].register_hook(fail)
                     with contextlib.suppress(WithinBackwardError):
                         loss.backward()
                     break
-                if half[2]:
-                    loss.backward(retain_graph=True)
-                loss.backward()
+                loss.backward(retain_graph=half[2])
                 continue
             _, loss, width, length, rows = half
             h = torch.linspace(-1, 1, rows * width).reshape(rows, width) + loss

@@ -173,6 +173,7 @@ class _Iteration:
 
     def continue_with(self, other: "_Iteration") -> None:
         """Append the calls and events of the iteration that seemed to come after this one."""
+        self.count_first_inputs()
         calls, events = len(self.calls), len(self.events)
         for reference, step, call in zip(other.invocations, other.steps, other.calls, strict=True):
             invocation = reference()
@@ -210,9 +211,8 @@ class _Iteration:
 
     @property
     def may_continue(self) -> bool:
-        """True if the backward of one of its calls may still come."""
-        over = {number for number, backward in self.events if backward}
-        return any(number not in over for number in self.numbers.values())
+        """True if a backward of one of its calls may still come, a second one, too."""
+        return bool(self.numbers)
 
     def waiting(self) -> Iterator[Invocation]:
         """Invocations that hold memory for their backward."""
@@ -447,7 +447,6 @@ class IterationRecorder:
         now.finished.append(counters)
         if len(now.finished) < len(now.joint_plan.plans):
             return
-        now.run.end()
         taken = now.run.counters()
         if memory is not None:
             memory.release_above(taken.before_bytes + taken.process_bytes)
@@ -537,7 +536,7 @@ class IterationRecorder:
         self._incomplete[first] = 0 if over.is_complete else self._incomplete.get(first, 0) + 1
         if not over.is_complete:
             return
-        if over.run is not None:
+        if over.run is not None and not over.may_continue:
             over.run.end()
         if over.order is not None:
             order, known = over.order, {}
