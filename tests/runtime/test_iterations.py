@@ -137,6 +137,31 @@ def test_a_second_backward_counts_the_gradients_of_the_first(caplog):
     assert found <= report.budget_bytes + TOLERANCE + 1.02 * told_excess(caplog)
 
 
+@pytest.mark.parametrize("order", ["AaBbA", "AaBAb", "AaBbAA"])
+def test_a_second_backward_after_other_calls_counts_what_they_left(order, caplog):
+    """Of each net the first letter is its forward, others are backwards that retain the graph."""
+    nets = {"A": net(64), "B": net(64)}
+    options = {"budget": "min"}
+    steps = {k: torch.compile(n, backend="coop", options=options) for k, n in nets.items()}
+    parameters = [p for part in nets.values() for p in part.parameters()]
+    peak = Peak(parameters)
+
+    def train():
+        losses = {}
+        for letter in order:
+            if letter.upper() in losses:
+                losses[letter.upper()].backward(retain_graph=True)
+            else:
+                losses[letter] = steps[letter](torch.ones(200, 64)).square().mean()
+
+    for _ in range(3):
+        found = peak.during(train)
+        budget = max(report.budget_bytes for report in runtime.reports())
+        assert found <= budget + TOLERANCE + 1.02 * told_excess(caplog)
+        for parameter in parameters:
+            parameter.grad = None
+
+
 @pytest.mark.parametrize("order", ["FFFBB", "FFBFBB", "FFBFAB"])
 def test_all_gradients_held_before_an_iteration_are_counted(order, monkeypatch, caplog):
     """Also those of a graph that follows a backward, or seems to begin an iteration."""
