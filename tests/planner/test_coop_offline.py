@@ -1,5 +1,6 @@
 """coop-offline: near the best, never worse than what it is compared with, and orderly."""
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,10 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coop_plan.planner import InfeasibleBudgetError, Problem, TimeLimitError, plan
-from coop_plan.planner.heuristic.coop_offline import CoopOffline
+from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.memory_bounds import largest_working_set
+from coop_plan.planner.heuristic.coop_offline import CoopOffline, solve_coop_offline
 from coop_plan.planner.heuristic.params import DEFAULTS
 from coop_plan.planner.heuristic.portfolio import Portfolio
+from coop_plan.planner.keep_all import lay_out_everything
 from coop_plan.planner.method import Request
+from coop_plan.planner.online.methods import run_coop
+from coop_plan.planner.options import PlanOptions
+from coop_plan.planner.planning import verified_plan
 from coop_plan.schemas import load_graph
 from tests.strategies import graphs
 from tests.support import make_graph
@@ -229,3 +236,48 @@ def test_a_chain_is_made_again_link_by_link():
     ops.append({"inputs": [before], "outputs": [15]})
     made = plan(make_graph(tensors, ops), "min", method="coop-offline", alignment=1)
     assert made.peak_bytes == 10
+
+
+def graph_of_norms(sizes):
+    """A chain of layers, each with a result and statistics, which two ops of its backward read."""
+    tensors, ops = {0: ("input", 8)}, []
+
+    def op(inputs, *outputs, kind="activation"):
+        made = [*range(len(tensors), len(tensors) + len(outputs))]
+        tensors.update((t, (kind, size)) for t, size in zip(made, outputs, strict=True))
+        ops.append({"inputs": inputs, "outputs": made, "cost_us": 1.0})
+        return made
+
+    x, layers = 0, []
+    for size, statistics in sizes:
+        x, mean = op([x], size, statistics)
+        layers.append((x, mean))
+    (g,) = op([x], 8)
+    for x, mean in reversed(layers):
+        (g,) = op([g, x], 8)
+        (g,) = op([g, mean], 8)
+    op([g], 8, kind="output")
+    return make_graph(tensors, ops)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 64), st.integers(1, 64)), min_size=3, max_size=12),
+    st.floats(0, 0.5),
+)
+def test_a_search_from_a_run_of_coop_gives_a_valid_plan(sizes, share):
+    """Coop keeps the buffer of a tensor that is recomputed with another one.
+
+    In a search the recomputed buffer replaces it, so lifetimes differ.
+    """
+    graph = graph_of_norms(sizes)
+    problem = Problem.from_graph(graph, 1, "arena")
+    least = largest_working_set(problem).bytes
+    most = lay_out_everything(problem).placed.arena_bytes
+    with contextlib.suppress(DoesNotFitError):
+        placed = run_coop(problem, Request(round(least + share * (most - least)))).placed
+        request = Request(placed.arena_bytes, larger=placed)
+        found = solve_coop_offline(problem, request)
+        budget = problem.fixed_bytes + placed.arena_bytes
+        options = PlanOptions.given(budget, {"outputs": "arena", "alignment": 1})
+        verified_plan(graph, found, options, budget, 0.0)

@@ -1,6 +1,7 @@
 """Placement: what every answer must satisfy, what small and known instances must give."""
 
 import itertools
+import math
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from benchmarks.placement import training_like
 from coop_plan.planner.placement import place
+from coop_plan.planner.placement.first_fit import first_fit
+from coop_plan.planner.placement.instance import build
 
 DATA = Path(__file__).parents[3] / "shared/data/allocation"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="no ../shared/data/allocation")
@@ -300,3 +303,34 @@ def test_real_traces_reach_the_bound(name):
     placement = place(**problem)
     assert placement.optimal
     assert not overlaps(problem, placement.offsets)
+
+
+def gaps_of(taken):
+    """The gaps (offset, length) below, between and above intervals of addresses."""
+    found, at = [], 0
+    for low, high in sorted(taken):
+        if low > at:
+            found.append((at, low - at))
+        at = max(at, high)
+    return [*found, (at, math.inf)]
+
+
+@pytest.mark.parametrize("best", [False, True])
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([2, 40, 600]))
+def test_first_fit_takes_the_lowest_gap_and_best_fit_the_smallest(best, seed, longest):
+    """Among all buffers placed before, however short or long they live."""
+    random = np.random.default_rng(seed)
+    lower = random.integers(0, 600, 200)
+    upper = lower + random.integers(1, longest, 200, endpoint=True)
+    instance = build(lower, upper, random.integers(0, 30, 200), 1)
+    order = random.permutation(200)
+    offsets = first_fit(instance, order, best=best)
+    for position, i in enumerate(order):
+        height = instance.height[i]
+        meets = [j for j in order[:position] if lower[i] < upper[j] and lower[j] < upper[i]]
+        gaps = gaps_of((offsets[j], offsets[j] + instance.height[j]) for j in meets)
+        large = [(at, length) for at, length in gaps if length >= height]
+        if height:
+            lowest = min(large, key=lambda gap: gap[1] if best else gap[0])
+            assert offsets[i] == lowest[0]

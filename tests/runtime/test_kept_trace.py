@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from coop_plan import runtime
+from coop_plan.runtime import backend
 from coop_plan.runtime.cache import traces
 from coop_plan.runtime.capture import profiler
 from tests.runtime.starts import traced_ops
@@ -126,14 +127,14 @@ def test_a_second_start_traces_nothing_and_has_equal_results(kind):
 def test_ops_of_a_loaded_graph_have_their_source_lines():
     model, x = mlp(), torch.randn(64, 32)
     sources = []
-    original = runtime.backend.plan_captured
+    original = backend.plan_captured
 
     def see(captured, *args, **options):
         sources.append([op.source for op in captured.graph.ops])
         return original(captured, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime.backend, "plan_captured", see)
+        patch.setattr(backend, "plan_captured", see)
         counts = [start(mean, model, x)[0] for _ in range(2)]
     assert counts[1] == 0
     assert sources[0] == sources[1]

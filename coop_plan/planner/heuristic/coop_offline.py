@@ -133,10 +133,10 @@ class CoopOffline:
                 self._transfer_plan, self._best_sequence = known, to_sequence(known.schedule)
             return
         found = portfolio.candidate_of(to_sequence(known.schedule))
-        if np.array_equal(known.schedule.trace.shares, found.blocks.shares):
+        if found.has_blocks_of(known.schedule):
             offsets = (known.offset, known.workspace_offset[found.blocks.event])
             portfolio.keep(found, np.concatenate(offsets))
-        else:  # pairs that its layout does not use
+        else:  # of an online run, or with pairs that its layout does not use
             portfolio.offer(found)
 
     def _find_feasible(self) -> None:

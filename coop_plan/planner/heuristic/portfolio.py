@@ -44,6 +44,15 @@ class Candidate:
         """Peak of the live bytes."""
         return self.blocks.live
 
+    def has_blocks_of(self, schedule: Schedule) -> bool:
+        """True if a layout of a schedule of the same runs is one of this candidate.
+
+        Buffers may live longer here than in an online run, which evicts them between their uses.
+        """
+        own, other = self.blocks, schedule.blocks()
+        pairs = ((own.lower, other.lower), (own.upper, other.upper), (own.shares, other.shares))
+        return all(np.array_equal(a, b) for a, b in pairs)
+
 
 @dataclass
 class _Incumbent:

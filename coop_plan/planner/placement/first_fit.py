@@ -3,9 +3,39 @@
 import numpy as np
 
 from coop_plan.planner.core.arrays import Ints
-from coop_plan.planner.core.jit import njit
+from coop_plan.planner.core.jit import inner, njit
 from coop_plan.planner.placement.instance import Instance
 from coop_plan.planner.placement.windows import first_fit_pieces
+
+MERGED = 4
+"""Most buckets that are merged for a buffer; those of a longer one are sorted."""
+
+SECTIONS = 16
+"""Fewest sections of a bucket."""
+
+FEWEST = 8
+"""Fewest buckets; where buffers live so long that there were fewer, there is one."""
+
+
+@inner
+def _bucket_width(first: Ints, last: Ints, height: Ints) -> int:
+    """Sections of a bucket, such that a buffer of average lifetime is in two or three of them."""
+    total, solid = 0, 1
+    for i in range(len(first)):
+        if height[i] > 0:
+            total += last[i] - first[i]
+            solid += 1
+    return max(SECTIONS, total // solid)
+
+
+@inner
+def _insert(items: Ints, begin: int, end: int, offsets: Ints, i: int) -> None:
+    """Insert buffer i into `items[begin:end]`, which is sorted by offset and has room for it."""
+    k = end
+    while k > begin and offsets[items[k - 1]] > offsets[i]:
+        items[k] = items[k - 1]
+        k -= 1
+    items[k] = i
 
 
 @njit
@@ -25,14 +55,28 @@ def _fit_in_order(
     """Places fixed buffers, then each buffer of `order` in a gap among those placed.
 
     It is the lowest gap, or with `best` the smallest one that is large enough.
+
+    Placed buffers are kept in buckets of consecutive sections, by offset. A buffer is compared with
+    those in its own buckets only. With pairs, whose lifetimes may be apart, there is one bucket.
     """
     count = len(first)
     offsets = np.zeros(count, np.int64)
-    by_offset = np.empty(count, np.int64)  # placed buffers, lowest offset first
-    placed = 0
     near = np.full(count, -1, np.int64)  # near[j] == i: j is an extra conflict of i
     partner = np.full(count, -1, np.int64)  # partner[j] == i: j may share i's offset
     done = np.zeros(count, np.bool_)
+    sections = max(1, last.max())
+    width = _bucket_width(first, last, height)
+    if width * FEWEST > sections or len(alias_items) + len(conflict_items) > 0:
+        width = sections
+    begins = np.zeros(sections // width + 2, np.int64)
+    for i in range(count):
+        if height[i] > 0:
+            begins[first[i] // width + 1 : (last[i] - 1) // width + 2] += 1
+    begins = begins.cumsum()
+    ends = begins[:-1].copy()
+    items = np.empty(begins[-1], np.int64)
+    head, stop = np.empty(MERGED, np.int64), np.empty(MERGED, np.int64)
+    seen = np.full(count, -1, np.int64)
     # First the buffers with fixed offsets, then all others.
     for fill in range(2):
         for i in order:
@@ -41,6 +85,7 @@ def _fit_in_order(
                 continue
             if (fixed[i] >= 0) != (fill == 0):
                 continue
+            low, high = first[i] // width, (last[i] - 1) // width + 1
             far = conflict_start[i + 1] > conflict_start[i]
             for k in range(conflict_start[i], conflict_start[i + 1]):
                 near[conflict_items[k]] = i
@@ -50,14 +95,38 @@ def _fit_in_order(
             if fill == 0:
                 at = fixed[i]
             else:
+                # The lists of placed buffers to compare with, each by offset.
+                source, lists = items, high - low
+                if lists <= MERGED:
+                    for q in range(lists):
+                        head[q], stop[q] = begins[low + q], ends[low + q]
+                else:
+                    around = np.empty(ends[high - 1] - begins[low], np.int64)
+                    found = 0
+                    for bucket in range(low, high):
+                        for k in range(begins[bucket], ends[bucket]):
+                            j = items[k]
+                            if seen[j] != i and first[j] < last[i] and first[i] < last[j]:
+                                seen[j] = i
+                                around[found] = j
+                                found += 1
+                    around = around[:found]
+                    source, lists = around[np.argsort(offsets[around])], np.int64(1)
+                    head[0], stop[0] = 0, found
                 # Raise `at` over each conflicting buffer, past gaps that are too small.
                 smallest = np.int64(1) << 62
                 in_gap = np.int64(-1)
                 begin, end, units = first[i], last[i], height[i]
-                for k in range(placed):
-                    j = by_offset[k]
-                    if not best and offsets[j] >= at + units:
+                while True:
+                    j, which = np.int64(-1), 0
+                    for q in range(lists):
+                        if head[q] < stop[q]:
+                            other = source[head[q]]
+                            if j < 0 or offsets[other] < offsets[j]:
+                                j, which = other, q
+                    if j < 0 or (not best and offsets[j] >= at + units):
                         break  # offsets are ascending: no later buffer reaches into this gap
+                    head[which] += 1
                     if (first[j] < end and begin < last[j]) or (far and near[j] == i):
                         if offsets[j] - at >= units and offsets[j] - at < smallest:
                             smallest = offsets[j] - at
@@ -74,8 +143,8 @@ def _fit_in_order(
                     if not done[a] or offsets[a] >= at or offsets[a] % multiple[i]:
                         continue
                     free = True
-                    for m in range(placed):
-                        j = by_offset[m]
+                    for m in range(begins[0], ends[0]):
+                        j = items[m]
                         if offsets[j] >= offsets[a] + height[i]:
                             break
                         if offsets[j] + height[j] <= offsets[a]:
@@ -89,12 +158,9 @@ def _fit_in_order(
                         at = offsets[a]
             offsets[i] = at
             done[i] = True
-            k = placed
-            while k > 0 and offsets[by_offset[k - 1]] > at:
-                by_offset[k] = by_offset[k - 1]
-                k -= 1
-            by_offset[k] = i
-            placed += 1
+            for bucket in range(low, high):
+                _insert(items, begins[bucket], ends[bucket], offsets, i)
+                ends[bucket] += 1
     return offsets
 
 

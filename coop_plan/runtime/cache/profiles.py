@@ -24,6 +24,7 @@ from coop_plan.runtime.cache.files import LOCK_SECONDS, open_private, tolerate_f
 MEASURING_SOURCES = (
     "op_profile.py",
     "capture/profiler.py",
+    "capture/op_timing.py",
     "capture/op_replacements.py",
     "torch_internals/fakes.py",
     "torch_internals/inductor.py",

@@ -3,6 +3,7 @@
 Views are folded into the storages that they alias. Aliases come from the profiles, not the schemas.
 """
 
+import functools
 import operator
 from collections import Counter
 from collections.abc import Callable
@@ -50,6 +51,8 @@ UPDATE = "coop_update"
 
 UNREAD = "coop_unread"
 """Key in `node.meta` of arguments on which no result depends that a later recomputation is for."""
+
+Shape = tuple[int, ...]
 
 SCALAR_TYPES = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -192,7 +195,10 @@ class GraphBuilder:
         """Insert a copy before a view that the measured layout of its input does not allow."""
         source, shape = node.args
         assert isinstance(source, fx.Node)
-        if _is_viewable(source.meta["val"], shape):
+        assert isinstance(shape, list | tuple)
+        value = source.meta["val"]
+        layout = tuple(value.shape), value.stride()
+        if _is_viewable(*layout, tuple(shape)):
             return
         with self.module.graph.inserting_before(node):
             copy = self.module.graph.call_function(
@@ -361,7 +367,10 @@ def device_of(node: fx.Node) -> torch.device:
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
-def _is_viewable(value: Any, shape: Any) -> bool:
+@functools.lru_cache(4096)
+def _is_viewable(sizes: Shape, stride: Shape, shape: Shape) -> bool:
+    """True if a tensor of this layout has a view of another shape."""
+    value = torch.empty_strided(sizes, stride, device="meta")
     try:
         value.view(shape)
     except (RuntimeError, ValueError):

@@ -20,7 +20,7 @@ from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run, S
 from coop_plan.runtime.op_profile import Allocation
 
 MIN_REPEATS = 5
-MAX_REPEATS = 15
+MAX_REPEATS = 9
 REPEAT_US = 4_000.0
 """Time after which an op is not repeated any more, within the two counts above."""
 

@@ -1,5 +1,6 @@
 """Source location of an op: the module's path and the line of the program."""
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ def source_of(node: fx.Node) -> str:
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     module = _module(next(reversed(list(stack.values())))) if stack else ""
-    return ", ".join(filter(None, (module, _line(node.meta.get("stack_trace") or ""))))
+    return ", ".join(filter(None, (module, _line(node.meta.get("stack_trace") or "", Path.cwd()))))
 
 
 def _module(entry: Any) -> str:
@@ -30,7 +31,8 @@ def _module(entry: Any) -> str:
     return ".".join(part for part in parts if part not in ("L", "G", "self", ""))
 
 
-def _line(trace: str) -> str:
+@functools.lru_cache(4096)
+def _line(trace: str, folder: Path) -> str:
     frames: list[tuple[str, str]] = FRAME.findall(trace)
     own = [frame for frame in frames if PYTORCH not in frame[0]] or frames
     if not own:
@@ -40,8 +42,8 @@ def _line(trace: str) -> str:
     path = Path(file)
     if installed:
         shown = below
-    elif path.is_relative_to(Path.cwd()):
-        shown = path.relative_to(Path.cwd()).as_posix()
+    elif path.is_relative_to(folder):
+        shown = path.relative_to(folder).as_posix()
     else:
         shown = path.name
     return f"{shown}:{line}"
