@@ -125,6 +125,25 @@ def test_coop_offline_finds_the_shortest_makespan(graph, host, outputs, share, a
         assert cost_us == pytest.approx(best, rel=1e-6)
 
 
+def test_an_offload_begins_when_the_one_before_ends_though_compute_waits_for_that():
+    """Two outputs of one op leave, the second while the next op runs, which waits for the first."""
+    tensors = {0: ("input", 4), 1: ("activation", 1), 2: ("activation", 3), 3: ("activation", 12)}
+    tensors |= {4: ("activation", 3), 5: ("activation", 8)}
+    ops = [
+        {"inputs": [0], "outputs": [1, 2], "cost_us": 10.0},
+        {"inputs": [1], "outputs": [3], "cost_us": 0.5},
+        {"inputs": [3, 0], "outputs": [4], "cost_us": 3.25},
+        {"inputs": [2], "outputs": [5], "cost_us": 10.0},
+        {"inputs": [3], "cost_us": 3.25},
+    ]
+    link = {"kind": "cpu", "h2d_bytes_per_s": 1e7 / 3, "d2h_bytes_per_s": 4e6}
+    graph = make_graph(tensors, ops, device=link | {"copy_latency_us": 0.75})
+    problem = Problem.from_graph(graph, 1, "arena", 8)
+    found = CoopOffline(problem, Request(15))
+    found.begin()
+    assert found.solution().placed.cost_us == pytest.approx(shortest(problem, 15))
+
+
 def test_a_program_that_highs_gives_up_is_solved_all_the_same():
     """HiGHS ends this model with an error of its own."""
     tensors = {0: ("activation", 4), 1: ("output", 4), 2: ("activation", 2)}

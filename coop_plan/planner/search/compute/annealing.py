@@ -96,18 +96,15 @@ class SequenceAnnealing:
                 portfolio.report(None)
             chunks += 1
 
-    def run_fixed_length(self) -> None:
-        """Anneal for a fixed number of steps, once from each starting temperature."""
-        for temperature in self.params.fixed_temperatures:
-            self._anneal(temperature)
-
-    def _anneal(self, temperature: float) -> None:
+    def run_fixed_length(self, divisor: int = 1) -> None:
+        """Anneal once, for a number of steps that depends on the events alone, over `divisor`."""
         params, portfolio, state = self.params, self.portfolio, self.state
         set_sequence(state, self.feasible)
         base = portfolio.problem.base_cost_us
-        temperature *= base / portfolio.problem.op_count
         penalty, chunks, events = params.penalty, params.fixed_chunks, max(1, self.feasible.size)
-        steps = -(-min(params.fixed_steps, params.fixed_steps_per_event * events) // chunks)
+        total, temperature = params.fixed_length(events, divisor)
+        steps = -(-total // chunks)
+        temperature *= base / portfolio.problem.op_count
         layouts = max(1, min(chunks, params.fixed_layout_events // events))
         for chunk in range(chunks):
             cooled = (1 - chunk / chunks) ** params.cooling

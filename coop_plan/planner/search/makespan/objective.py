@@ -131,8 +131,7 @@ def _simulate(
             saved = s.event_bytes[e, c.INPLACE_SAVED]
             new_bytes -= saved if none_waits else _inplace_saving(a, m, e, op)
         # Offloads that begin before this op ends, and those that have ended by now.
-        while flow[mc.QUEUE_LENGTH] > 0 and clock[mc.OUT_FREE] <= clock[mc.NOW] + a.cost[op]:
-            _start_offload(m, at, host, a.size)
+        _start_offloads(m, at, a.cost[op], host, a.size)
         while (
             flow[mc.LEFT_COUNT] < flow[mc.SENT_COUNT]
             and m.sent_end_us[flow[mc.LEFT_COUNT]] <= clock[mc.NOW]
@@ -172,6 +171,7 @@ def _simulate(
             _record(m, at, mc.PREFETCH_END, t)
             flow[mc.HOST_LIVE] -= a.size[t] if m.offload[t, mc.LAST_PREFETCH] == arrived else 0
             arrived += 1
+        _start_offloads(m, at, a.cost[op], host, a.size)  # compute may have waited since
         clock[mc.NOW] += a.cost[op]
         # Lower bound on the makespan: no stall from here on.
         if clock[mc.NOW] + (stall_free_end - m.start_us[at + 1]) > limit:
@@ -273,6 +273,13 @@ def _finish_offload(m: MakespanState, at: int, host: int, size: Ints) -> None:
     if position_of(m.search, m.offload[t, mc.LAST_READER]) < at:
         flow[mc.LIVE] -= size[t]
         flow[mc.AWAITING_OFFLOAD] -= size[t]
+
+
+@inlined
+def _start_offloads(m: MakespanState, at: int, cost_us: float, host: int, size: Ints) -> None:
+    """Begin the queued offloads whose engine is free before an op of this cost (µs) ends."""
+    while m.flow[mc.QUEUE_LENGTH] > 0 and m.clock[mc.OUT_FREE] <= m.clock[mc.NOW] + cost_us:
+        _start_offload(m, at, host, size)
 
 
 @inlined
