@@ -92,7 +92,9 @@ class CoopOffline:
         if request.deadline is not None:
             self.improve(request.deadline)
         elif self._has_link:
-            self._search_makespan(None)
+            tiny = self.problem.op_count <= self.params.tiny_ops
+            for _ in range(self.params.tiny_searches if tiny else 1):
+                self._search_makespan(None)
         if short[0] is not None and short[0].cost_us < self._cost_us:
             self._transfer_plan, self._best_sequence = short
 

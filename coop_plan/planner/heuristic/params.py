@@ -130,7 +130,7 @@ class PerturbationParams(Params):
 class HillClimbParams(Params):
     """Hill climbing over the weights of retention intervals (`planner.heuristic.hill_climb`)."""
 
-    simulated_ops: Size = 70_000
+    simulated_ops: Size = 35_000
     """Length of the climb, as simulated ops over all steps."""
 
     min_steps: Size = 20
@@ -240,10 +240,10 @@ class SequenceAnnealingParams(SequenceParams):
     """Least steps of the fixed-length phase, which has no deadline."""
     fixed_steps_per_event: Count = 30
     """Most steps of that phase per event, if these are more."""
-    max_fixed_effort: Positive = 1300.0
+    max_fixed_effort: Positive = 1450.0
     """Most steps of that phase per event times the square root of the events. A step's time grows
     with that root, so this limits the time per event."""
-    max_effort_events: Count = 10_000
+    max_effort_events: Count = 6700
     """Events up to which that limit is per event; with more the whole time is limited."""
     max_fixed_steps_per_event: Count = 400
     """Most of these least steps per event, on tiny graphs."""
@@ -330,6 +330,12 @@ class CoopOfflineParams(Params):
 
     short_searches: Count = 2
     """Most joint searches, by seed, for any schedule that fits if no run does."""
+
+    tiny_ops: Size = 12
+    """Ops up to which the joint search runs `tiny_searches` times."""
+
+    tiny_searches: Count = 8
+    """Joint searches, by seed, of tiny graphs: some seeds miss the best of few schedules."""
 
     weights_share: Share = 0.25
     """Share of the time for annealing the weights, before the sequence."""

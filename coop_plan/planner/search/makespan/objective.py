@@ -157,7 +157,7 @@ def _simulate(
             # A tensor must have been offloaded before it is prefetched.
             while m.offload[t, mc.IS_AWAY] == 0 and _has_pending_offload(m):
                 _finish_offload(m, at, host, a.size)
-            _wait_for_room(m, at, new_bytes + a.size[t], capacity, host, a.size)
+            _wait_for_room(m, at, a.size[t], capacity, host, a.size)
             clock[mc.IN_FREE] = max(clock[mc.NOW], clock[mc.IN_FREE]) + m.prefetch_us[t]
             m.arrival_us[started] = clock[mc.IN_FREE]
             _record(m, at, mc.PREFETCH_START, t)
