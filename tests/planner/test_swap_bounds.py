@@ -139,7 +139,7 @@ def test_an_offload_begins_when_the_one_before_ends_though_compute_waits_for_tha
     link = {"kind": "cpu", "h2d_bytes_per_s": 1e7 / 3, "d2h_bytes_per_s": 4e6}
     graph = make_graph(tensors, ops, device=link | {"copy_latency_us": 0.75})
     problem = Problem.from_graph(graph, 1, "arena", 8)
-    found = CoopOffline(problem, Request(15))
+    found = CoopOffline(problem, Request(15, off=frozenset({"reorder"})))
     found.begin()
     assert found.solution().placed.cost_us == pytest.approx(shortest(problem, 15))
 
@@ -156,7 +156,7 @@ def test_a_prefetch_begins_before_the_bytes_that_its_reader_adds_are_free():
     ]
     link = {"kind": "cpu", "h2d_bytes_per_s": 4e6, "d2h_bytes_per_s": 2e6}
     problem = Problem.from_graph(make_graph(tensors, ops, device=link), 8, "arena")
-    found = CoopOffline(problem, Request(32))
+    found = CoopOffline(problem, Request(32, off=frozenset({"reorder"})))
     found.begin()
     assert found.solution().placed.cost_us == pytest.approx(shortest(problem, 32))
 

@@ -240,7 +240,7 @@ class SequenceAnnealingParams(SequenceParams):
     """Least steps of the fixed-length phase, which has no deadline."""
     fixed_steps_per_event: Count = 30
     """Most steps of that phase per event, if these are more."""
-    max_fixed_effort: Positive = 1450.0
+    max_fixed_effort: Positive = 1350.0
     """Most steps of that phase per event times the square root of the events. A step's time grows
     with that root, so this limits the time per event."""
     max_effort_events: Count = 6700
