@@ -251,6 +251,10 @@ class SequenceAnnealingParams(SequenceParams):
     fixed_chunks: Count = 40
     """Checks of the result in that phase."""
 
+    min_search_saving: Share = 1e-3
+    """Least saving of its end, as a share of the incumbent's cost, for which a layout is searched.
+    """
+
     fixed_layout_events: Count = 100_000
     """Most layouts times events in that phase, besides the last layout."""
 

@@ -99,7 +99,6 @@ class SequenceAnnealing:
     def run_fixed_length(self, divisor: int = 1) -> None:
         """Anneal once, for a number of steps that depends on the events alone, over `divisor`."""
         params, portfolio, state = self.params, self.portfolio, self.state
-        start = portfolio.best.found
         set_sequence(state, self.feasible)
         base = portfolio.problem.base_cost_us
         penalty, chunks, events = params.penalty, params.fixed_chunks, max(1, self.feasible.size)
@@ -117,9 +116,8 @@ class SequenceAnnealing:
             last = chunk + 1 == chunks
             due = last or (chunk + 1) % -(-chunks // layouts) == 0
             due = due and cost < portfolio.best.cost_us * (1 - params.min_saving)
-            # A layout is searched if none was found yet; the last chunks hardly save any more.
-            work = WORK if last and portfolio.best.found is start else 0
-            if due and not self._place(work):
+            worth = last and cost < portfolio.best.cost_us * (1 - params.min_search_saving)
+            if due and not self._place(WORK if worth else 0):
                 self.limit -= int(params.limit_reduction * self.limit)
             if portfolio.request.out_of_time():
                 return
