@@ -197,6 +197,21 @@ def test_real_traces_reach_the_prototypes_figures(name):
     )
 
 
+@given(events=st.integers(1, 400_000), divisor=st.integers(1, 6))
+def test_the_annealing_takes_at_most_half_as_long_again_an_op_as_at_ten_thousand(events, divisor):
+    """A step takes the square root of the events; from some 1 000 on time an event is limited."""
+    params = DEFAULTS.sequence_annealing
+
+    def time_per_event(events):
+        return params.fixed_length(events)[0] / events**0.5
+
+    steps, temperature = params.fixed_length(events, divisor)
+    assert 1 <= steps <= params.fixed_length(events)[0]
+    assert temperature <= params.fixed_length(events)[1] <= params.fixed_temperature
+    if events >= 1000:
+        assert time_per_event(events) <= 1.5 * time_per_event(10_000)
+
+
 def test_a_run_in_pieces_is_the_same_run():
     problem = Problem.from_graph(training_graph(12), 1)
     pieces = replace(DEFAULTS, eviction=replace(DEFAULTS.eviction, chunk_events=1))

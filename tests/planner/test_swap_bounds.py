@@ -125,6 +125,42 @@ def test_coop_offline_finds_the_shortest_makespan(graph, host, outputs, share, a
         assert cost_us == pytest.approx(best, rel=1e-6)
 
 
+def test_an_offload_begins_when_the_one_before_ends_though_compute_waits_for_that():
+    """Two outputs of one op leave, the second while the next op runs, which waits for the first."""
+    tensors = {0: ("input", 4), 1: ("activation", 1), 2: ("activation", 3), 3: ("activation", 12)}
+    tensors |= {4: ("activation", 3), 5: ("activation", 8)}
+    ops = [
+        {"inputs": [0], "outputs": [1, 2], "cost_us": 10.0},
+        {"inputs": [1], "outputs": [3], "cost_us": 0.5},
+        {"inputs": [3, 0], "outputs": [4], "cost_us": 3.25},
+        {"inputs": [2], "outputs": [5], "cost_us": 10.0},
+        {"inputs": [3], "cost_us": 3.25},
+    ]
+    link = {"kind": "cpu", "h2d_bytes_per_s": 1e7 / 3, "d2h_bytes_per_s": 4e6}
+    graph = make_graph(tensors, ops, device=link | {"copy_latency_us": 0.75})
+    problem = Problem.from_graph(graph, 1, "arena", 8)
+    found = CoopOffline(problem, Request(15, off=frozenset({"reorder"})))
+    found.begin()
+    assert found.solution().placed.cost_us == pytest.approx(shortest(problem, 15))
+
+
+def test_a_prefetch_begins_before_the_bytes_that_its_reader_adds_are_free():
+    """Tensor 1 comes back while tensor 2 still leaves, whose bytes the op needs for its own."""
+    tensors = {0: ("parameter", 4), 1: ("activation", 12), 2: ("activation", 4)}
+    tensors |= {3: ("activation", 4)}
+    ops = [
+        {"outputs": [1], "cost_us": 0.0, "recomputable": False},
+        {"inputs": [0], "outputs": [2], "cost_us": 0.5, "workspace_bytes": 16},
+        {"inputs": [0, 1], "outputs": [3], "cost_us": 1.0, "workspace_bytes": 3},
+        {"inputs": [1, 2], "cost_us": 0.0},
+    ]
+    link = {"kind": "cpu", "h2d_bytes_per_s": 4e6, "d2h_bytes_per_s": 2e6}
+    problem = Problem.from_graph(make_graph(tensors, ops, device=link), 8, "arena")
+    found = CoopOffline(problem, Request(32, off=frozenset({"reorder"})))
+    found.begin()
+    assert found.solution().placed.cost_us == pytest.approx(shortest(problem, 32))
+
+
 def test_a_program_that_highs_gives_up_is_solved_all_the_same():
     """HiGHS ends this model with an error of its own."""
     tensors = {0: ("activation", 4), 1: ("output", 4), 2: ("activation", 2)}

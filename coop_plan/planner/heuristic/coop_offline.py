@@ -92,7 +92,9 @@ class CoopOffline:
         if request.deadline is not None:
             self.improve(request.deadline)
         elif self._has_link:
-            self._search_makespan(None)
+            tiny = self.problem.op_count <= self.params.tiny_ops
+            for _ in range(self.params.tiny_searches if tiny else 1):
+                self._search_makespan(None)
         if short[0] is not None and short[0].cost_us < self._cost_us:
             self._transfer_plan, self._best_sequence = short
 
@@ -102,15 +104,12 @@ class CoopOffline:
         That schedule has many recomputes and hardly free memory, so a step takes as many times
         longer as it has runs an op, and rarely saves anything.
         """
-        portfolio = self.portfolio
-        assert portfolio.best.found is not None
-        ops = portfolio.best.found.run.ops
+        found, divisor = self.portfolio.best.found, 1
+        assert found is not None
+        ops = found.run.ops
         if self.request.larger is not None:
-            annealing = self.params.sequence_annealing
             divisor = self.params.start_divisor * max(1, ops.size // self.problem.op_count)
-            annealing = replace(annealing, fixed_steps=annealing.fixed_steps // divisor)
-            portfolio.params = replace(self.params, sequence_annealing=annealing)
-        SequenceAnnealing(portfolio, ops).run_fixed_length()
+        SequenceAnnealing(self.portfolio, ops).run_fixed_length(divisor)
 
     def _offer_start(self) -> None:
         """Make the request's start the first incumbent, if it fits and its order is allowed."""

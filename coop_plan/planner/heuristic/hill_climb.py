@@ -101,17 +101,19 @@ class HillClimb:
     def step(self, portfolio: Portfolio) -> None:
         """Perturb or correct the settings of the current run; move there if the value falls."""
         random, base, params = self.random, self.settings, portfolio.params.perturbation
-        if self.correction_chance > 0 and random.random() < self.correction_chance:
-            changed = random.random(base.weight.size) < random.choice(params.corrected_shares)
-            factor = self.correction ** random.random()
+        corrects = self.correction_chance > 0 and random.random() < self.correction_chance
+        spread = 0.0 if corrects else random.choice(params.spreads)
+        share = random.choice(params.corrected_shares if corrects else params.perturbed_shares)
+        changed = np.flatnonzero(random.random(base.weight.size) < share)
+        weight = base.weight.copy()
+        if corrects:
+            weight[changed] *= self.correction[changed] ** random.random()
         else:
-            spread = random.choice(params.spreads)
-            changed = random.random(base.weight.size) < random.choice(params.perturbed_shares)
-            factor = np.exp(random.normal(0.0, spread, base.weight.size))
+            weight[changed] *= np.exp(random.normal(0.0, spread, changed.size))
         chance = portfolio.params.hill_climb.exponent_chance
         settings = replace(
             base,
-            weight=np.where(changed, base.weight * factor, base.weight),
+            weight=weight,
             alpha=float(random.choice(params.exponents))
             if random.random() < chance
             else base.alpha,

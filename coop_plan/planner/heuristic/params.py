@@ -130,7 +130,7 @@ class PerturbationParams(Params):
 class HillClimbParams(Params):
     """Hill climbing over the weights of retention intervals (`planner.heuristic.hill_climb`)."""
 
-    simulated_ops: Size = 100_000
+    simulated_ops: Size = 35_000
     """Length of the climb, as simulated ops over all steps."""
 
     min_steps: Size = 20
@@ -237,18 +237,32 @@ class SequenceAnnealingParams(SequenceParams):
     """Memory to keep free at the fullest event of a failed layout, as a share of the arena."""
 
     fixed_steps: Count = 30_000
-    """Most steps of each annealing of the fixed-length phase, which has no deadline."""
-    fixed_steps_per_event: Count = 400
-    """Most steps of each such annealing per event."""
+    """Least steps of the fixed-length phase, which has no deadline."""
+    fixed_steps_per_event: Count = 30
+    """Most steps of that phase per event, if these are more."""
+    max_fixed_effort: Positive = 1350.0
+    """Most steps of that phase per event times the square root of the events. A step's time grows
+    with that root, so this limits the time per event."""
+    max_effort_events: Count = 6700
+    """Events up to which that limit is per event; with more the whole time is limited."""
+    max_fixed_steps_per_event: Count = 400
+    """Most of these least steps per event, on tiny graphs."""
 
     fixed_chunks: Count = 40
-    """Checks of the result per annealing."""
+    """Checks of the result in that phase."""
+
+    min_search_saving: Share = 1e-3
+    """Least saving of its end, as a share of the incumbent's cost, for which a layout is searched.
+    """
 
     fixed_layout_events: Count = 100_000
-    """Most layouts times events per annealing, besides the last layout."""
+    """Most layouts times events in that phase, besides the last layout."""
 
-    fixed_temperatures: tuple[Ratio, ...] = (0.2, 0.8)
-    """Initial temperatures of these annealings, in mean costs of an op."""
+    fixed_temperature: Ratio = 0.4
+    """Initial temperature of that phase, in mean costs of an op, with enough steps to cool."""
+    cooling_steps_per_event: Positive = 20.0
+    """Steps per event from which that temperature is used; with fewer it is proportionally lower,
+    since they would not undo the moves of a high one."""
 
     fixed_penalty_growth: Factor = 1.5
     """Growth of the penalty weight after a chunk that ends infeasible."""
@@ -275,6 +289,18 @@ class SequenceAnnealingParams(SequenceParams):
 
     report_chunks: Count = 16
     """Chunks between two progress reports."""
+
+    def fixed_length(self, events: int, divisor: int = 1) -> tuple[int, float]:
+        """Steps of the fixed-length phase, over `divisor`, and its initial temperature.
+
+        The temperature is in mean costs of an op.
+        """
+        effort = self.max_fixed_effort * min(events, self.max_effort_events)
+        steps = min(self.fixed_steps_per_event * events, int(effort / math.sqrt(events)))
+        steps = min(max(self.fixed_steps, steps), self.max_fixed_steps_per_event * events)
+        steps = max(1, steps // divisor)
+        share = min(1.0, steps / events / self.cooling_steps_per_event)
+        return steps, self.fixed_temperature * share
 
 
 @dataclass(frozen=True)
@@ -308,6 +334,12 @@ class CoopOfflineParams(Params):
 
     short_searches: Count = 2
     """Most joint searches, by seed, for any schedule that fits if no run does."""
+
+    tiny_ops: Size = 12
+    """Ops up to which the joint search runs `tiny_searches` times."""
+
+    tiny_searches: Count = 8
+    """Joint searches, by seed, of tiny graphs: some seeds miss the best of few schedules."""
 
     weights_share: Share = 0.25
     """Share of the time for annealing the weights, before the sequence."""

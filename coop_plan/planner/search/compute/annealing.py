@@ -96,18 +96,15 @@ class SequenceAnnealing:
                 portfolio.report(None)
             chunks += 1
 
-    def run_fixed_length(self) -> None:
-        """Anneal for a fixed number of steps, once from each starting temperature."""
-        for temperature in self.params.fixed_temperatures:
-            self._anneal(temperature)
-
-    def _anneal(self, temperature: float) -> None:
+    def run_fixed_length(self, divisor: int = 1) -> None:
+        """Anneal once, for a number of steps that depends on the events alone, over `divisor`."""
         params, portfolio, state = self.params, self.portfolio, self.state
         set_sequence(state, self.feasible)
         base = portfolio.problem.base_cost_us
-        temperature *= base / portfolio.problem.op_count
         penalty, chunks, events = params.penalty, params.fixed_chunks, max(1, self.feasible.size)
-        steps = -(-min(params.fixed_steps, params.fixed_steps_per_event * events) // chunks)
+        total, temperature = params.fixed_length(events, divisor)
+        steps = -(-total // chunks)
+        temperature *= base / portfolio.problem.op_count
         layouts = max(1, min(chunks, params.fixed_layout_events // events))
         for chunk in range(chunks):
             cooled = (1 - chunk / chunks) ** params.cooling
@@ -116,9 +113,11 @@ class SequenceAnnealing:
                 penalty *= params.fixed_penalty_growth
                 continue
             self.feasible = current_sequence(state)
-            due = (chunk + 1) % -(-chunks // layouts) == 0 or chunk + 1 == chunks
+            last = chunk + 1 == chunks
+            due = last or (chunk + 1) % -(-chunks // layouts) == 0
             due = due and cost < portfolio.best.cost_us * (1 - params.min_saving)
-            if due and not self._place(WORK if chunk + 1 == chunks else 0):
+            worth = last and cost < portfolio.best.cost_us * (1 - params.min_search_saving)
+            if due and not self._place(WORK if worth else 0):
                 self.limit -= int(params.limit_reduction * self.limit)
             if portfolio.request.out_of_time():
                 return

@@ -131,8 +131,7 @@ def _simulate(
             saved = s.event_bytes[e, c.INPLACE_SAVED]
             new_bytes -= saved if none_waits else _inplace_saving(a, m, e, op)
         # Offloads that begin before this op ends, and those that have ended by now.
-        while flow[mc.QUEUE_LENGTH] > 0 and clock[mc.OUT_FREE] <= clock[mc.NOW] + a.cost[op]:
-            _start_offload(m, at, host, a.size)
+        _start_offloads(m, at, a.cost[op], host, a.size)
         while (
             flow[mc.LEFT_COUNT] < flow[mc.SENT_COUNT]
             and m.sent_end_us[flow[mc.LEFT_COUNT]] <= clock[mc.NOW]
@@ -158,7 +157,7 @@ def _simulate(
             # A tensor must have been offloaded before it is prefetched.
             while m.offload[t, mc.IS_AWAY] == 0 and _has_pending_offload(m):
                 _finish_offload(m, at, host, a.size)
-            _wait_for_room(m, at, new_bytes + a.size[t], capacity, host, a.size)
+            _wait_for_room(m, at, a.size[t], capacity, host, a.size)
             clock[mc.IN_FREE] = max(clock[mc.NOW], clock[mc.IN_FREE]) + m.prefetch_us[t]
             m.arrival_us[started] = clock[mc.IN_FREE]
             _record(m, at, mc.PREFETCH_START, t)
@@ -172,6 +171,7 @@ def _simulate(
             _record(m, at, mc.PREFETCH_END, t)
             flow[mc.HOST_LIVE] -= a.size[t] if m.offload[t, mc.LAST_PREFETCH] == arrived else 0
             arrived += 1
+        _start_offloads(m, at, a.cost[op], host, a.size)  # compute may have waited since
         clock[mc.NOW] += a.cost[op]
         # Lower bound on the makespan: no stall from here on.
         if clock[mc.NOW] + (stall_free_end - m.start_us[at + 1]) > limit:
@@ -273,6 +273,13 @@ def _finish_offload(m: MakespanState, at: int, host: int, size: Ints) -> None:
     if position_of(m.search, m.offload[t, mc.LAST_READER]) < at:
         flow[mc.LIVE] -= size[t]
         flow[mc.AWAITING_OFFLOAD] -= size[t]
+
+
+@inlined
+def _start_offloads(m: MakespanState, at: int, cost_us: float, host: int, size: Ints) -> None:
+    """Begin the queued offloads whose engine is free before an op of this cost (µs) ends."""
+    while m.flow[mc.QUEUE_LENGTH] > 0 and m.clock[mc.OUT_FREE] <= m.clock[mc.NOW] + cost_us:
+        _start_offload(m, at, host, size)
 
 
 @inlined
