@@ -189,6 +189,15 @@ def test_an_optimizer_in_the_backward_frees_each_gradient():
     assert found.peak_bytes < after.peak_bytes
 
 
+def test_scratch_on_the_host_takes_no_memory_of_a_gpu():
+    """Images that a step for a GPU augments on the CPU have their scratch there."""
+    for kind in ("cpu", "cuda"):
+        log = StorageLog(kind)
+        with FakeTensorMode() as fake, log:
+            torch.ops.aten.native_dropout(fake.from_tensor(torch.ones(1 << 16)), 0.5, True)
+        assert (log.peak(0, log.moment()).total > 0) == (kind == "cpu")
+
+
 def test_checkpoints_are_honoured():
     sizes = [counted(MAKERS[name]).step.activations for name in ("plain", "checkpoints")]
     assert sizes[1] < 0.6 * sizes[0]
