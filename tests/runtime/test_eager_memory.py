@@ -251,6 +251,21 @@ def test_an_update_on_a_cpu_has_the_pages_of_the_gradients(sizes, activation):
     assert eager.with_plan(graph, made, rests=True) == parts.total - sum(sizes) + held
 
 
+def test_an_update_on_a_gpu_is_that_of_eager_with_the_arena_for_the_gradients():
+    """A tangent is resident in a graph, and is gone when the optimizer's step begins."""
+    graph = make_graph(
+        {0: ("parameter", 1024), 1: ("input", 4), 2: ("output", 512)},
+        [{"id": 0, "inputs": [0, 1], "outputs": [2], "phase": "backward"}],
+    )
+    made = plan(graph, "100%", method="keep-all", outputs="gradients")
+    parts = EagerParts(weights=1024, gradients=512, states=2048, update=4096)
+    eager = EagerMemory(
+        step=EagerParts(weights=1024), update=parts, update_bytes=4096, resident_bytes=1028
+    )
+    assert made.arena_bytes == parts.gradients
+    assert eager.with_plan(graph, made, rests=False) == parts.total
+
+
 def test_a_budget_on_a_gpu_leaves_the_update_s_temporaries_room():
     """They lie in the arena if it is large enough, else beside it."""
     eager = EagerMemory(

@@ -109,15 +109,14 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
         """The peak of an iteration whose step has a plan with the gradients in its arena."""
         if self.update is None:
             return made.peak_bytes + self.updating_bytes + self.outside_step(rests=rests)
-        beside = self.outside_step(rests=True)
+        apart = self.update.total - self.update.gradients
         if rests:  # whole pages of gradients stay
-            held = _pages_of_gradients(graph, made)
-            updating = self.update.total - self.update.gradients + held
+            updating = apart + _pages_of_gradients(graph, made)
         else:
-            updating = beside + sum(tensor.bytes for tensor in graph.tensors if tensor.resident)
-            updating += made.arena_bytes + (self.unlent_bytes if self.lent else self.update_bytes)
+            updating = apart - self.update.update + made.arena_bytes
+            updating += self.unlent_bytes if self.lent else self.update_bytes
             updating += beyond(self.lent, made.arena_bytes - self.update.gradients)
-        return max(made.peak_bytes + beside, updating)
+        return max(made.peak_bytes + self.outside_step(rests=True), updating)
 
     def step_budget(self, graph: Graph, available: int, *, rests: bool) -> int:
         """A budget of the step by which the runtime keeps an iteration within available bytes.
