@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from coop_plan.planner import plan
 from coop_plan.runtime import CaptureError
 from coop_plan.runtime.device import arena
 from coop_plan.runtime.offline_capture import gap
 from coop_plan.runtime.offline_capture.eager_memory import StorageLog, count_eager
-from coop_plan.runtime.offline_capture.eager_parts import EagerMemory, EagerParts
+from coop_plan.runtime.offline_capture.eager_parts import PAGE, EagerMemory, EagerParts
 from coop_plan.runtime.offline_capture.optimizer_spec import OPTIMIZERS, OptimizerSpec
 from coop_plan.runtime.offline_capture.optimizers import Update
 from coop_plan.runtime.torch_internals.fakes import FakeTensorMode, convertible_modules
-from coop_plan.schemas import InvalidInputError
+from coop_plan.schemas import Compute, InvalidInputError
 from tests.support import make_graph
 
 WIDTH = 256
@@ -188,6 +189,15 @@ def test_an_optimizer_in_the_backward_frees_each_gradient():
     assert found.peak_bytes < after.peak_bytes
 
 
+def test_scratch_on_the_host_takes_no_memory_of_a_gpu():
+    """Images that a step for a GPU augments on the CPU have their scratch there."""
+    for kind in ("cpu", "cuda"):
+        log = StorageLog(kind)
+        with FakeTensorMode() as fake, log:
+            torch.ops.aten.native_dropout(fake.from_tensor(torch.ones(1 << 16)), 0.5, True)
+        assert (log.peak(0, log.moment()).total > 0) == (kind == "cpu")
+
+
 def test_checkpoints_are_honoured():
     sizes = [counted(MAKERS[name]).step.activations for name in ("plain", "checkpoints")]
     assert sizes[1] < 0.6 * sizes[0]
@@ -221,6 +231,39 @@ def test_bytes_beyond_a_gap(drawn):
     for part in range(0, enough, 5 * 512):
         beyond = gap.beyond(changes, part)
         assert gap.peak(changes) - part <= beyond <= gap.peak(changes)
+
+
+@given(st.lists(st.integers(1, 20_000), min_size=1, max_size=8), st.integers(0, 20_000))
+def test_an_update_on_a_cpu_has_the_pages_of_the_gradients(sizes, activation):
+    """Each page counts once: it was counted as two of every gradient, more than eager has."""
+    tensors = {0: ("parameter", 64), 1: ("activation", activation)}
+    tensors |= {2 + number: ("output", size) for number, size in enumerate(sizes)}
+    ops = [{"id": 0, "inputs": [0], "outputs": [1]}]
+    ops += [{"inputs": [1], "outputs": [t], "phase": "backward"} for t in list(tensors)[2:]]
+    graph = make_graph(tensors, [op | {"id": number} for number, op in enumerate(ops)])
+    made = plan(graph, "100%", method="keep-all", outputs="gradients")
+    parts = EagerParts(weights=64, gradients=sum(sizes), states=1 << 30, update=1 << 20)
+    eager = EagerMemory(step=EagerParts(), update=parts, resident_bytes=64)
+    writes = [write for step in made.steps if isinstance(step, Compute) for write in step.writes]
+    spans = [range(w.offset, w.offset + w.bytes) for w in writes if w.tensor > 1]
+    pages = {offset // PAGE for span in spans for offset in (*span[::PAGE], span[-1])}
+    held = PAGE * len(pages)
+    assert eager.with_plan(graph, made, rests=True) == parts.total - sum(sizes) + held
+
+
+def test_an_update_on_a_gpu_is_that_of_eager_with_the_arena_for_the_gradients():
+    """A tangent is resident in a graph, and is gone when the optimizer's step begins."""
+    graph = make_graph(
+        {0: ("parameter", 1024), 1: ("input", 4), 2: ("output", 512)},
+        [{"id": 0, "inputs": [0, 1], "outputs": [2], "phase": "backward"}],
+    )
+    made = plan(graph, "100%", method="keep-all", outputs="gradients")
+    parts = EagerParts(weights=1024, gradients=512, states=2048, update=4096)
+    eager = EagerMemory(
+        step=EagerParts(weights=1024), update=parts, update_bytes=4096, resident_bytes=1028
+    )
+    assert made.arena_bytes == parts.gradients
+    assert eager.with_plan(graph, made, rests=False) == parts.total
 
 
 def test_a_budget_on_a_gpu_leaves_the_update_s_temporaries_room():

@@ -105,6 +105,16 @@ def calls():
     model = nn.Linear(4, 4).cuda()
     cuda.synchronize()
     assert cuda.max_memory_allocated() == cuda.memory_reserved() == 0
+    begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+    begin.record()
+    copies = cuda.Stream(priority=-1)
+    copies.wait_stream(cuda.current_stream())
+    with cuda.stream(copies):
+        batch = torch.ones(2, 4).cuda(non_blocking=True)
+    batch.record_stream(cuda.current_stream())
+    end.record(copies)
+    copies.record_event(end).synchronize()
+    assert end.query() and begin.elapsed_time(end) >= 0
     return (lambda x: model(x).sum()), (torch.ones(2, 4, device="cuda:0"),)
 
 def trainer_arguments():

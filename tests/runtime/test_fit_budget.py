@@ -227,10 +227,7 @@ def test_the_printed_budget_keeps_the_process_within_the_card(
 
 
 SEEDS = [int(seed) for seed in os.environ.get("COOP_FIT_SEEDS", "0-1").split("-")]
-"""First and last seed of random steps; `COOP_FIT_SEEDS=0-30` tries 31.
-
-Two of these fail, 16 and 18: the first call, which measures attention's ops, exceeds the card.
-"""
+"""First and last seed of random steps; `COOP_FIT_SEEDS=0-30` tries 31."""
 
 
 @pytest.mark.parametrize("seed", range(SEEDS[0], SEEDS[-1] + 1))

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
 from coop_plan.runtime.cache import profiles
@@ -236,6 +238,7 @@ def test_signatures_name_all_that_matters():
     add, x = torch.ops.aten.add.Tensor, torch.ones(4, 4)
     names = {
         name(add, x, x),
+        name(add, x, torch.ones(4, 4)),
         name(add, x, 1),
         name(add, x, 1.0),
         name(add, x, True),
@@ -248,7 +251,7 @@ def test_signatures_name_all_that_matters():
         name(torch.ops.aten.sum.dim_IntList, x, [0, 1]),
         name(torch.ops.aten.sum.dim_IntList, x, [0], True),
     }
-    assert len(names) == 12
+    assert len(names) == 13
     assert None not in names
 
 
@@ -274,6 +277,31 @@ def test_emptying_the_caches_takes_no_memory():
     assert process_bytes() == before
     assert not pages.flags.owndata
     assert not pages.flags.writeable
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=6))
+def test_synthetic_views_of_a_storage_take_it_once(chosen):
+    """Queries, keys and values are views of one product: three copies took thrice that."""
+    bases = [torch.ones(4, 6) for _ in range(4)]
+    rows = [bases[base][row : row + 1] for base, row in chosen]
+    ((synthetic,), _) = profiler.synthetic_arguments(aten.cat.default, (rows,), {})
+    storages = [value.untyped_storage() for value in synthetic]
+    taken = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    assert sum(taken.values()) == bases[0].nbytes * len({base for base, _ in chosen})
+    for made, value in zip(synthetic, rows, strict=True):
+        assert (made.shape, made.stride()) == (value.shape, value.stride())
+        assert made.storage_offset() == value.storage_offset()
+
+
+def test_synthetic_indices_are_spread_in_place():
+    """A count of 64 bits beside indices of 32 bits took twice their memory."""
+    few = torch.zeros(1 << 20, dtype=torch.int32)
+    gc.collect()
+    before = process_bytes()[0]
+    reset_peak()
+    (_, index), _ = profiler.synthetic_arguments(aten.embedding.default, (TABLE[:, :1], few), {})
+    assert process_bytes()[1] - before <= TABLE.nbytes + 2 * few.nbytes + 4096
+    assert index.unique().numel() == len(TABLE)
 
 
 def test_synthetic_masks_have_long_runs():

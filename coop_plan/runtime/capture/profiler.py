@@ -32,6 +32,7 @@ from coop_plan.runtime.torch_internals.ops import (
     argument_names,
     has_no_memory,
     negative_view,
+    storage_key,
     tree_flatten,
     tree_map,
 )
@@ -238,7 +239,8 @@ def signature(target: object, args: Any, kwargs: Any) -> tuple[object, ...]:
     """Cache key of an op and its arguments; tensors in the arguments are fake ones."""
     flat, spec = tree_flatten((args, kwargs))
     parts: list[object] = [target, str(spec), torch.get_num_threads()]
-    for value in flat:
+    owners: dict[int, int] = {}
+    for position, value in enumerate(flat):
         if isinstance(value, torch.Tensor):
             if not all(isinstance(size, int) for size in value.shape):
                 raise CaptureError(
@@ -249,6 +251,9 @@ def signature(target: object, args: Any, kwargs: Any) -> tuple[object, ...]:
             offset = value.storage_offset()
             parts.append((tuple(value.shape), value.stride(), offset, storage, value.dtype))
             parts.append((str(value.device), value.is_conj(), value.is_neg()))
+            owner = owners.setdefault(storage_key(value), position)
+            if owner != position:
+                parts.append(("storage of", owner))
         else:
             parts.append((type(value), repr(value)))
     return tuple(parts)
@@ -265,6 +270,7 @@ def synthetic_arguments(target: Callable[..., Any], args: Any, kwargs: Any) -> t
     )
     fillings = ((None, 0), (False, 0), (True, 0), (None, 1), *((n, n) for n in totals))
     for truth, number in fillings:
+        given = named = None  # those of an earlier filling are freed before
         given, named = _synthesize((args, kwargs), truth, number)
         given = _with_forward_state(target, given)
         _divide_into_groups(target, given, named)
@@ -349,8 +355,7 @@ def _spread_indices(target: Callable[..., Any], given: Any, named: Any) -> None:
             if index is not None and rows:
                 count = index.untyped_storage().nbytes() // index.element_size()
                 flat = index.as_strided((count,), (1,), 0)  # it may be expanded
-                spread = torch.arange(count, device=index.device)
-                flat.copy_(spread.mul_(RANDOM_PERIOD).remainder_(rows))
+                torch.arange(count, out=flat).mul_(RANDOM_PERIOD).remainder_(rows)
 
 
 def _rnn_workspace(args: Any) -> torch.Tensor:
@@ -368,12 +373,21 @@ def _synthesize(tree: Any, truth: bool | int | None, number: int) -> Any:
     An integer `truth` sets the first `truth` booleans to True, None the first half: masks of real
     steps have long runs, and kernels that branch take several times as long on random ones.
     `number` 0 is a valid index for every size, 1 is one if indices begin at 1. A larger `number` is
-    a sum: the first integer gets it, the others are 0.
+    a sum: the first integer gets it, the others are 0. Views of one storage stay views of one.
     """
+    flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def make(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
+        key = storage_key(value), value.dtype
+        if key not in flats:
+            flats[key] = filled(value)
+        made = flats[key].as_strided(value.shape, value.stride(), value.storage_offset())
+        made = made.conj() if value.is_conj() else made
+        return negative_view(made) if value.is_neg() else made
+
+    def filled(value: torch.Tensor) -> torch.Tensor:
         count = value.untyped_storage().nbytes() // value.element_size()
         flat = torch.empty(count, dtype=value.dtype, device=value.device)
         if value.dtype.is_floating_point or value.dtype.is_complex:
@@ -387,9 +401,7 @@ def _synthesize(tree: Any, truth: bool | int | None, number: int) -> Any:
             flat.fill_(0)[:1] = number
         else:
             flat.fill_(number)
-        made = flat.as_strided(value.shape, value.stride(), value.storage_offset())
-        made = made.conj() if value.is_conj() else made
-        return negative_view(made) if value.is_neg() else made
+        return flat
 
     return tree_map(make, tree)
 

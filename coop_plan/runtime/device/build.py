@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -15,8 +16,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-
-import torch
 
 from coop_plan.planner.cache_files import (
     cache_dir,
@@ -40,9 +39,16 @@ COMPILE_SECONDS = 300.0
 COMPILE_BYTES = 16 << 20
 """Bytes that a compilation may write."""
 
-_LIBRARY_PATHS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-
 log = logging.getLogger("coop-plan")
+
+
+@functools.cache
+def torch_folder() -> Path:
+    """The folder of PyTorch, which need not be imported: that takes a second."""
+    found = importlib.util.find_spec("torch")
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent
 
 
 @functools.cache
@@ -53,7 +59,7 @@ def arena() -> ModuleType:
         BuildError: no compiler, no Python headers, or a failed compilation.
     """
     module = _load(SOURCE, NAME, HEADERS)
-    module.install(_LIBRARY_PATHS)
+    module.install((str(torch_folder()), str(Path(__file__).parents[1])))
     return module
 
 
@@ -87,11 +93,12 @@ def compiled(
         BuildError: as `arena` does.
     """
     include = sysconfig.get_paths()["include"]
-    torch_dir = Path(torch.__file__).parent
+    torch_dir = torch_folder()
     flags = ["-O2", "-std=c++20", "-shared", "-fPIC", "-Wno-attributes"]
-    flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    flags += ["-D_GLIBCXX_USE_CXX11_ABI=1"]  # as all builds of the supported versions
     flags += _node_pointer(torch_dir / "include")
-    system = (torch.__version__, sys.version, sysconfig.get_platform(), flags, link)
+    version = runpy.run_path(str(torch_dir / "version.py"))["__version__"]
+    system = (version, sys.version, sysconfig.get_platform(), flags, link)
     texts = [path.read_bytes() for path in (source, *headers)]
     key = hashlib.sha256(b"\0".join([*texts, repr(system).encode()])).hexdigest()[:24]
     include_dirs = [include, torch_dir / "include", *{path.parent for path in headers}]

@@ -57,13 +57,14 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._count(value)
                 if self.part == "activations" and isinstance(value, torch.nn.Parameter):
                     self.parameters.setdefault(id(value), value)
-        known = library_profile(func, args, kwargs)
+        known = library_profile(func, args, kwargs) if self.kind == "cpu" else None
         result = func(*args, **kwargs)
         for position, value in enumerate(tree_flatten(result)[0]):
             if isinstance(value, torch.Tensor):
                 output = known and known.outputs[position]
                 self._count(value, output.bytes if output else 0)
-        if scratch := known.workspace_bytes if known else workspace_bytes(func, args, kwargs):
+        scratch = known.workspace_bytes if known else workspace_bytes(self.kind, func, args, kwargs)
+        if scratch:
             number = self._born(scratch)
             self._changes.append((number, -scratch))
         return result

@@ -3,7 +3,7 @@
 import msgspec
 
 from coop_plan.runtime.offline_capture.gap import beyond, gap_for, peak
-from coop_plan.schemas import Graph, Plan
+from coop_plan.schemas import Compute, Graph, Plan
 
 PAGE = 4096
 
@@ -109,14 +109,14 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
         """The peak of an iteration whose step has a plan with the gradients in its arena."""
         if self.update is None:
             return made.peak_bytes + self.updating_bytes + self.outside_step(rests=rests)
-        beside = self.outside_step(rests=True)
-        if rests:  # the first and last page of a gradient stay
-            updating = self.update.total + 2 * PAGE * _gradients(graph)
+        apart = self.update.total - self.update.gradients
+        if rests:  # whole pages of gradients stay
+            updating = apart + _pages_of_gradients(graph, made)
         else:
-            updating = beside + sum(tensor.bytes for tensor in graph.tensors if tensor.resident)
-            updating += made.arena_bytes + (self.unlent_bytes if self.lent else self.update_bytes)
+            updating = apart - self.update.update + made.arena_bytes
+            updating += self.unlent_bytes if self.lent else self.update_bytes
             updating += beyond(self.lent, made.arena_bytes - self.update.gradients)
-        return max(made.peak_bytes + beside, updating)
+        return max(made.peak_bytes + self.outside_step(rests=True), updating)
 
     def step_budget(self, graph: Graph, available: int, *, rests: bool) -> int:
         """A budget of the step by which the runtime keeps an iteration within available bytes.
@@ -137,7 +137,15 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
         return parts | {"peak_bytes": self.peak_bytes, "loading_bytes": self.loading_bytes}
 
 
-def _gradients(graph: Graph) -> int:
-    """Number of gradients that a step returns."""
+def _pages_of_gradients(graph: Graph, made: Plan) -> int:
+    """Bytes of the arena's pages in which a step leaves its gradients."""
     late = {t for op in graph.ops if op.phase == "backward" for t in op.outputs}
-    return sum(tensor.kind == "output" and tensor.id in late for tensor in graph.tensors)
+    gradients = {t.id for t in graph.tensors if t.kind == "output" and t.id in late}
+    writes = [write for step in made.steps if isinstance(step, Compute) for write in step.writes]
+    places = {w.tensor: (w.offset, w.offset + w.bytes) for w in writes if w.offset is not None}
+    held = end = 0
+    for begin, after in sorted(places[t] for t in gradients & places.keys()):
+        begin, after = max(end, begin // PAGE * PAGE), -(-after // PAGE) * PAGE
+        held += max(0, after - begin)
+        end = max(end, after)
+    return held

@@ -8,7 +8,6 @@ for the model.
 """
 
 import contextlib
-import importlib.util
 import os
 import subprocess
 import sys
@@ -150,10 +149,7 @@ def preload_libraries(spec: DeviceSpec) -> list[Path]:
         return []
     from coop_plan.runtime.device import build
 
-    found = importlib.util.find_spec("torch")
-    assert found is not None
-    assert found.origin is not None
-    folder = Path(found.origin).parent / "lib"
+    folder = build.torch_folder() / "lib"
     if (folder / "libtorch_cuda.so").exists():
         # A CUDA build registers its own hooks, guards and kernels, which need a driver.
         raise CaptureError(

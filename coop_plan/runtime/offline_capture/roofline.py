@@ -97,7 +97,8 @@ class Roofline:
         Raises:
             CaptureError: a shape that depends on data, or a sparse result.
         """
-        if known := library_profile(target, args, kwargs):
+        on_cpu = self.spec.kind == "cpu"
+        if known := library_profile(target, args, kwargs) if on_cpu else None:
             work = work_of(target, args, kwargs, result)
             return dataclasses.replace(known, cost_us=self._cost_us(work))
         inputs = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
@@ -113,7 +114,11 @@ class Roofline:
             and results[position].device.type == self.spec.kind
         )
         region = MODELLED.get(target)
-        workspace = region.scratch_bytes if region else workspace_bytes(target, args, kwargs)
+        workspace = (
+            region.scratch_bytes
+            if region
+            else workspace_bytes(self.spec.kind, target, args, kwargs)
+        )
         if workspace:
             allocations = (Allocation(workspace, -1, 0), *allocations)
         made = sum(output.bytes for output in outputs if output is not None and output.alias < 0)
@@ -210,9 +215,12 @@ def _outputs(
     return tuple(outputs)
 
 
-def workspace_bytes(target: OpOverload, args: Any, kwargs: Any) -> int:
-    """The scratch of an op, in bytes: measured, or by the formulas of the module's docstring."""
-    measured = cpu_scratch_bytes(target, args, kwargs)
+def workspace_bytes(kind: str, target: OpOverload, args: Any, kwargs: Any) -> int:
+    """Scratch of an op on a "cpu" or "cuda" device, in bytes.
+
+    It is measured, or that of the formulas of the module's docstring.
+    """
+    measured = cpu_scratch_bytes(target, args, kwargs) if kind == "cpu" else None
     if measured is not None:
         return measured
     packet = target.overloadpacket

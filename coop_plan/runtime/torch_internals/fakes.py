@@ -100,6 +100,38 @@ MEMORY_COUNTERS = (
 """Functions of `torch.cuda` that return bytes of PyTorch's allocator."""
 
 
+class Idle:
+    """A stream or an event of the pretended device, which has never any work to do."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __enter__(self) -> "Idle":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+    def elapsed_time(self, _: "Idle") -> float:
+        """Milliseconds to another event."""
+        return 0.0
+
+    def record_event(self, event: "Idle | None" = None) -> "Idle":
+        """The event, or a new one."""
+        return event or Idle()
+
+    def _nothing(self, *_: object) -> None:
+        pass
+
+    record = wait = synchronize = wait_event = wait_stream = _nothing
+
+
 def pretend_cuda(name: str, memory_bytes: int) -> None:
     """Make `torch.cuda` report one device without a driver (`offline_capture/fake_device.py`).
 
@@ -126,6 +158,10 @@ def pretend_cuda(name: str, memory_bytes: int) -> None:
     cuda.mem_get_info = lambda device=None: (memory_bytes, memory_bytes)
     for function in DEVICE_CALLS:
         setattr(cuda, function, lambda *_, **__: None)
+    for function in ("Stream", "Event", "stream", "current_stream", "default_stream"):
+        setattr(cuda, function, Idle)
+    tensor: Any = torch.Tensor
+    tensor.record_stream = lambda *_: None
     for function in MEMORY_COUNTERS:
         setattr(cuda, function, lambda device=None: 0)
     cuda.get_device_properties = lambda device=None: has
