@@ -1,7 +1,6 @@
 """A step captured for a device that is not there is the one captured here, but for its costs."""
 
 from collections import Counter
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -11,7 +10,8 @@ from benchmarks.models import ARCHITECTURES
 from coop_plan.planner import plan
 from coop_plan.runtime import CaptureError
 from coop_plan.runtime.capture import op_timing
-from coop_plan.runtime.offline_capture import calibrate, fake_device
+from coop_plan.runtime.device import build
+from coop_plan.runtime.offline_capture import calibrate
 from coop_plan.runtime.offline_capture.devices import DeviceSpec, built_in, device
 from coop_plan.runtime.offline_capture.fake_device import (
     CaptureRequest,
@@ -379,8 +379,7 @@ def cost_of(graph, name):
 def test_a_pytorch_built_for_cuda_is_refused_with_what_to_do(tmp_path, monkeypatch):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libtorch_cuda.so").touch()
-    found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(fake_device.importlib.util, "find_spec", lambda _: found)
+    monkeypatch.setattr(build, "torch_folder", lambda: tmp_path)
     with pytest.raises(CaptureError, match=r"captured for l4 with PyTorch's CPU build.*whl/cpu"):
         capture_for(CaptureRequest(target="away_steps:good", spec=device("l4")))
 
