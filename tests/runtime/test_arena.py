@@ -122,6 +122,11 @@ def test_what_is_held_keeps_its_pages_and_the_rest_goes_back(x):
     assert process_bytes()[0] - before == 64 * 4096
 
 
+def test_the_extension_loads_before_pytorch():
+    code = "from coop_plan.runtime.device import build; build.arena()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
 def test_memory_is_shared_and_grows(x):
     memory = Memory()
     small = Run(Arena(4096, [[(SIZE, 0)]], [False]))

@@ -76,6 +76,8 @@ def copy_engines() -> ModuleType:
 def _load(
     source: Path, name: str, headers: Sequence[Path] = (), link: Sequence[str] = ("c10",)
 ) -> ModuleType:
+    import torch  # noqa: F401  # which loads the libraries that the module links
+
     spec = importlib.util.spec_from_file_location(name, compiled(source, name, headers, link))
     assert spec is not None
     assert spec.loader is not None
