@@ -48,11 +48,12 @@ class BudgetCheck:
         if excess <= known or not recorder.note_excess(peak):
             return
         self._known_excess[budget] = excess
-        one = "it used {} of its"
-        used = one if recorder.has_one_call else "the graphs of one iteration used {} of their"
+        who, whose = "the graphs of one iteration", "their"
+        if recorder.has_one_call:
+            who, whose = "it", "its"
         text = (
-            f"{self._lines.begin}: with the {half} of '{self._report.name}',"
-            f" {used.format(format_bytes(peak))} budget of {format_bytes(budget)}"
+            f"{self._lines.begin}: with the {half} of '{self._report.name}', {who} used"
+            f" {format_bytes(peak)} of {whose} budget of {format_bytes(budget)}"
         )
         if waiting := recorder.waiting_names(invocation):
             text += (

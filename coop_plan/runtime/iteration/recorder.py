@@ -410,10 +410,10 @@ class IterationRecorder:
         now.budget_bytes = max(now.budget_bytes, invocation.compiled.budget_bytes)
         if now.run is None or invocation not in now.numbers:
             return None
-        if len(now.calls) == 1 and invocation.runs_again:
+        if len(now.calls) == 1 and now.joint_plan is None:
+            if not invocation.runs_again:
+                return None
             now.count_first_inputs()
-        elif len(now.calls) == 1 and now.joint_plan is None:
-            return None
         resident = now.resident_bytes
         if now.joint_plan is not None:
             resident = now.joint_plan.report.resident_bytes - now.absent_bytes

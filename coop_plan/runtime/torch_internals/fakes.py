@@ -101,7 +101,7 @@ MEMORY_COUNTERS = (
 
 
 class Idle:
-    """A stream or an event of the pretended device, which has never any work to do."""
+    """A stream or an event of the pretended device, which never has work to do."""
 
     cuda_stream = 0
 
