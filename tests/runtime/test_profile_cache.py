@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -255,17 +257,36 @@ def test_signatures_name_all_that_matters():
     assert None not in names
 
 
-def test_an_op_is_timed_as_in_a_step_with_its_arguments_out_of_the_caches(monkeypatch):
-    """In a loop of its own, an op that is bound by memory looks several times too cheap."""
-    done = []
+@given(
+    op_us=st.floats(1, 1e5),
+    code_us=st.floats(1, 100),
+    read=st.integers(0, 64 << 20),
+    made=st.integers(0, 64 << 20),
+    rate=st.floats(1e3, 1e5),
+)
+def test_an_op_is_timed_as_in_a_step(op_us, code_us, read, made, rate):
+    """Its operands are out of the caches, and the code that starts ops is in them.
 
-    class Pages:
-        def sum(self):
-            done.append("others")
+    On full caches an op that is bound by memory looked several times too cheap; on emptied ones a
+    short op looked three times too dear.
+    """
+    order, arrival = [], (read + made) / rate
 
-    monkeypatch.setattr(op_timing, "_library_pages", Pages)
-    op_timing.time_op(lambda: done.append("op"), (), None)
-    assert done == ["others", "op"] * op_timing.MAX_REPEATS
+    def clock(run):
+        order.append("others" if run is op_timing._empty_caches else "op")
+        if order[-1] == "others":
+            return op_timing.CACHE_BYTES / rate
+        return op_us + (code_us + arrival if order[-2:-1] == ["others"] else 0.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op_timing, "_cpu_us", clock)
+        patch.setattr(op_timing, "Arena", mock.MagicMock())
+        patch.setattr(op_timing, "Run", mock.MagicMock())
+        found = op_timing.time_op(lambda: None, [(made, 0)], read, None)
+    code = 0.0 if op_us + arrival + code_us < op_timing.CODE_US else code_us
+    assert found == pytest.approx(op_us + arrival + code)
+    assert order[:2] == ["others", "op"]
+    assert all(one == "op" or next_ == "op" for one, next_ in pairwise(order))
 
 
 def test_emptying_the_caches_takes_no_memory():

@@ -434,7 +434,8 @@ def _measure(
     if cost_us is None:
         kernel = BOXED_KERNELS.get(target) if isinstance(target, OpOverload) else None
         run = partial(target, *args, **kwargs) if kernel is None else lambda: kernel([*args[0]])
-        cost_us = time_op(run, slots_alone(allocations, workspace, alignment), device)
+        slots = slots_alone(allocations, workspace, alignment)
+        cost_us = time_op(run, slots, _bytes_read(args, kwargs), device)
     return OpProfile(cost_us, outputs, allocations, workspace, in_workers)
 
 

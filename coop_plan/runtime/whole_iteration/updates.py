@@ -181,9 +181,10 @@ class Updates:
                 " train_iteration needs an optimizer that updates states in place"
             )
         slots = slots_alone(allocations, workspace, alignment)
-        cost = time_op(run, slots, like.device.index if cuda else None)
         states = sum(allocation.bytes for allocation in made if allocation.output == -2)
-        taken = 2 * like.untyped_storage().nbytes() + states + max(first_workspace, workspace)
+        read = 2 * like.untyped_storage().nbytes() + states
+        cost = time_op(run, slots, read, like.device.index if cuda else None)
+        taken = read + max(first_workspace, workspace)
         self.profiling_bytes = max(self.profiling_bytes, taken)
         return UpdateProfile(
             OpProfile(cost, (), made, first_workspace, 0),
