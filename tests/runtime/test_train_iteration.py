@@ -1,8 +1,10 @@
 """`coop_plan.train_iteration`: forwards, backwards and the optimizer's step as one plan."""
 
 import copy
+import gc
 import os
 import signal
+import weakref
 
 import pytest
 import torch
@@ -93,6 +95,26 @@ def test_sizes_may_change():
         iteration(*batches)
         assert equal(state_of(model, optimizer), state_of(other, theirs))
     assert [report.steps_run for report in coop_plan.reports()] == [2, 2]
+
+
+def test_many_iterations_and_sizes_in_one_process():
+    """All iterations are of one code, which Dynamo compiles eight times: the ninth was an error."""
+    kept = []
+    for width in range(8, 19):
+        model = nn.Linear(width, width)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        iteration = coop_plan.train_iteration(
+            lambda x, model=model: model(x).square().mean(), optimizer, "100%"
+        )
+        iteration(torch.ones(4, width))
+        kept.extend([weakref.ref(model), weakref.ref(model.weight), weakref.ref(optimizer)])
+    for rows in range(5, 15):
+        iteration(torch.ones(rows, width))
+    assert sum(report.steps_run for report in coop_plan.reports()) == 21
+    coop_plan.clear_reports()
+    del model, optimizer, iteration
+    gc.collect()
+    assert not [each for each in kept if each() is not None]
 
 
 def test_states_that_are_loaded_are_continued():

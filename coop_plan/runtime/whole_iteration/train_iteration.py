@@ -1,6 +1,7 @@
 """`train_iteration`: compiles a whole iteration, from the forward to the optimizer's updates."""
 
 import time
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -103,13 +104,27 @@ class TrainIteration:
         self._clip_norm = clip_norm
         self._pools = arena_pools_of(options)
         self._state = call_state(self)
+        # Not in `_Traced`, which Dynamo keeps: plans keep parameters.
+        self._plans: weakref.WeakKeyDictionary[_Traced, dict[Hashable, PlannedIteration]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._iterations = 0
         self._batches = 0
 
         def losses(*batches: Any) -> list[torch.Tensor]:
             return [loss_fn(batch) for batch in batches]
 
-        self._losses = torch.compile(losses, backend=self._compile, fullgraph=True, dynamic=False)
+        # Dynamo counts and keeps compilations by code object: each iteration has its own.
+        losses.__code__ = losses.__code__.replace()
+        # It keeps each backend until its reset, too, and this object with its model must be free.
+        compile_one = weakref.WeakMethod(self._compile)
+
+        def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+            method = compile_one()
+            assert method is not None
+            return method(gm, examples)
+
+        self._losses = torch.compile(losses, backend=backend, fullgraph=True, dynamic=False)
 
     def __call__(self, *batches: Any) -> Any:
         """The losses of the micro-batches, a list; of one micro-batch its loss.
@@ -154,9 +169,10 @@ class TrainIteration:
         """
         updates = self._updates.among(inputs)
         key = self._updates.key(updates)
-        if key not in traced.plans:
-            traced.plans[key] = self._planned(traced, updates)
-        return traced.plans[key]
+        plans = self._plans.setdefault(traced, {})
+        if key not in plans:
+            plans[key] = self._planned(traced, updates)
+        return plans[key]
 
     def _planned(self, traced: "_Traced", updates: dict[int, ParameterUpdate]) -> PlannedIteration:
         """Profile and plan a traced iteration."""
@@ -220,8 +236,7 @@ class _Traced:
         self.joint: fx.GraphModule
         self.outputs = 0
         self.static: Sequence[int] = ()
-        self.plans: dict[Hashable, PlannedIteration] = {}
-        self._owner = owner
+        self._owner = weakref.proxy(owner)  # which keeps the code that keeps this
 
     def partition(
         self,
