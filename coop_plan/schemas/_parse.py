@@ -154,13 +154,16 @@ def _syntax(model: type[M], data: bytes, message: str, source: str) -> InvalidIn
         what = f"{found[1]} at line {line} column {column}"
         return InvalidInputError(f"not JSON: {what}", source=source)
     name = constant[0].decode()
-    # In its place an empty text is a type error, whose JSON pointer is that of the constant.
-    try:
-        msgspec.json.decode(data[:at] + b'""' + data[at + len(name) :], type=model)
-    except msgspec.ValidationError as error:
-        pointer = _translate(error, "").pointer
-    except msgspec.DecodeError:
-        pointer = ""
+    # In its place an empty text or list is a type error, whose JSON pointer is the constant's.
+    pointer = ""
+    for other in (b'""', b"[]"):
+        try:
+            msgspec.json.decode(data[:at] + other + data[at + len(name) :], type=model)
+        except msgspec.ValidationError as error:
+            pointer = _translate(error, "").pointer
+            break
+        except msgspec.DecodeError:
+            break
     return InvalidInputError(f"{name} is not a number in JSON", pointer, source)
 
 

@@ -295,6 +295,23 @@ def test_reading_stops_at_the_first_of_many_faults():
         tracemalloc.stop()
 
 
+def places(value, path=()):
+    """Paths of all values of a document."""
+    yield path
+    if isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in items:
+            yield from places(inner, (*path, key))
+
+
+@pytest.mark.parametrize("constant", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("path", [*places(sample())][1:])
+def test_a_constant_in_place_of_any_value_is_refused_there(path, constant):
+    """In place of a text it ended in a traceback."""
+    error = refused(changed(*path, constant))
+    assert error.pointer == "".join(f"/{part}" for part in path)
+
+
 def test_nan_in_text_is_named():
     """`json.dumps` writes NaN where JSON has none."""
     error = refused(changed("ops", 0, "cost_us", math.nan), "model.json")
