@@ -21,7 +21,7 @@ def relaxations(process, problem, arena, chosen):
     for points in ({p for p in chosen if p < program.n}, range(program.n)):
         model = TimePointModel(program, problem.rounded(arena), sorted({*points, program.n}), ())
         answer = process.solve(model.milp, time.monotonic() + SECONDS)
-        yield answer, problem.base_cost_us + answer.bound * model.cost_unit
+        yield answer, model.bound_us(answer.bound)
 
 
 def fixed_and_refined(process, program, arena, point, room):

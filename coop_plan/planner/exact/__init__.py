@@ -30,8 +30,8 @@ One request of `optimal`, in the order in which the files act:
 7. **Joint model.** On tiny graphs `primal/intervals.py` decides eviction and layout at once
    (CP-SAT).
 
-With variants, `variants.py` runs the search of `primal/variant_search.py` on the model of
-`model/variant_timepoint.py`.
+With variants, the model has columns for the choice of each run. `variants.py` runs the search of
+`primal/variant_search.py` on it.
 
 A solver process (`solver/worker.py`) passes the typed jobs of `solver/jobs.py` to OR-Tools' MathOpt
 or PuLP (`solver/milp_solvers.py`), PDLP (`solver/pdlp.py`), HiGHS's simplex (`solver/simplex.py`)

@@ -112,7 +112,7 @@ class Refinement:
                 return NO_RESULT
         if self.hard:
             bound = self.paths.strengthen(self.process.relax, model, now + remaining * shares.cuts)
-            self._prove(bound * model.cost_unit)
+            self._prove(model.bound_us(bound))
             if self._yields_to_bounding():
                 return NO_RESULT
             now = time.monotonic()
@@ -140,7 +140,7 @@ class Refinement:
         bounding, incumbent, params = self.bounding, self.incumbent, self.params.refinement
         if bounding is None or self.yielded or not self.proves:
             return False
-        proved = incumbent.bound_us > incumbent.problem.base_cost_us
+        proved = incumbent.bound_us > incumbent.problem.floor_us
         wide = params.wide_gap
         if self.program.host_link is not None:
             proved, wide = True, params.wide_gap_transfers
@@ -159,17 +159,16 @@ class Refinement:
     def _attempt(self, model: TimePointModel, until: float) -> Answer:
         def report(progress: SolveProgress) -> None:
             if self.proves:
-                base_us = self.incumbent.problem.base_cost_us
-                self.incumbent.report(base_us + progress.bound * model.cost_unit)
+                self.incumbent.report(model.bound_us(progress.bound))
 
         answer = self.process.solve(model.milp, until, gap=self.gap * COST_SCALE, progress=report)
         if answer.outcome is not Outcome.INFEASIBLE:
-            self._prove(answer.bound * model.cost_unit)
+            self._prove(model.bound_us(answer.bound))
         return answer
 
-    def _prove(self, recompute_us: float) -> None:
+    def _prove(self, bound_us: float) -> None:
         if self.proves:
-            self.incumbent.prove(recompute_us)
+            self.incumbent.prove(bound_us)
 
     def refine(self, overflows: list[Overflow]) -> bool:
         """Add time points or cuts at the overflows of the last readout; False if none are new."""

@@ -29,10 +29,9 @@ def solve_with_variants(
 
     The search starts from coop-offline's schedule of default variants. With transfers half of the
     time goes to `method`, which uses default variants only, as the search over variants has no
-    transfers. The cheaper schedule wins, and there is no bound. There is none either if an op
-    overwrites a tensor in the arena, which the program does not model. First runs are in program
-    order; the remaining time goes to other orders of the chosen runs. Without a time limit,
-    coop-offline's schedule of default variants in any order is returned if it costs less.
+    transfers. The cheaper schedule wins, and there is no bound. First runs are in program order;
+    the remaining time goes to other orders of the chosen runs. Without a time limit, coop-offline's
+    schedule of default variants in any order is returned if it costs less.
 
     Raises:
         DoesNotFitError: no schedule was found.
@@ -64,7 +63,7 @@ def solve_with_variants(
         assert default is not None
         search.placed = default.placed
     solution = Solution(search.placed)
-    if prove and not transfers and not any(problem.overwritten):
+    if prove and not transfers:
         solution = replace(
             solution,
             status="optimal" if search.proved else "feasible",

@@ -15,7 +15,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from coop_plan.planner.core.memory_bounds import working_sets
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
@@ -162,9 +162,12 @@ class FixAndRefine:
                 solved = Residency.of(model, answer.values)
                 if end < len(points) - 1:
                     del solved.inplace_inputs[inside[-1]]  # decided by the next segment
-                resident = residency.resident | solved.resident
-                inplace_inputs = residency.inplace_inputs | solved.inplace_inputs
-                return Residency(points, resident, inplace_inputs)
+                return replace(
+                    residency,
+                    points=points,
+                    resident=residency.resident | solved.resident,
+                    inplace_inputs=residency.inplace_inputs | solved.inplace_inputs,
+                )
             if answer.outcome is not Outcome.INFEASIBLE or len(inside) == len(points):
                 return None
             begin, end = 2 * begin - end, 2 * end - begin
@@ -207,7 +210,8 @@ def _add_conflict(model: TimePointModel, conflict: MemoryConflict, margin: int) 
     if not first and op not in model.y[k]:
         return
     runs = [] if first else [model.y[k][op]]
-    need = working_sets(program.problem).first[op] if first else program.rerun_working_set(op)
+    sets = working_sets(program.problem)
+    need = (sets.first if first else sets.rerun)[op]
     terms: Terms = []
     for other in conflict.co_residents:
         certain, reasons = _reasons(model, k, other)

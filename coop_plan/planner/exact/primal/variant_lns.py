@@ -10,8 +10,7 @@ import random
 from dataclasses import replace
 
 from coop_plan.planner.exact.model.milp import Milp, Outcome
-from coop_plan.planner.exact.model.timepoint import ROUNDING
-from coop_plan.planner.exact.model.variant_timepoint import VariantModel
+from coop_plan.planner.exact.model.timepoint import ROUNDING, TimePointModel
 from coop_plan.planner.exact.variant_params import VariantParams
 
 
@@ -23,9 +22,9 @@ class Neighbourhoods:
         self.widths = [params.first_width] * 3
         self._kind = 0
 
-    def next(self, model: VariantModel, values: list[float]) -> Milp:
+    def next(self, model: TimePointModel, values: list[float]) -> Milp:
         """The program with a random neighbourhood of a solution free (values per column)."""
-        n, segments = model.choices.n, len(model.points)
+        n, segments = model.program.n, len(model.points)
         self._kind = self.rng.randrange(3)
         width = self.widths[self._kind]
         if self._kind == 0:
@@ -35,7 +34,7 @@ class Neighbourhoods:
             return neighbourhood(model, values, ops, range(0))
         return neighbourhood(model, values, range(0), self._stretch(segments, width))
 
-    def near_segment(self, model: VariantModel, values: list[float], k: int) -> Milp:
+    def near_segment(self, model: TimePointModel, values: list[float], k: int) -> Milp:
         """The program with segments near k and residents of k free, whose memory rows must hold."""
         width = self.widths[self._kind]
         near = int(len(model.points) * width / 2) + 1
@@ -43,7 +42,7 @@ class Neighbourhoods:
         columns = model.x[k].items()
         here = (t for t, c in columns if c is None or values[c] > 0.5)
         most = width / self.params.first_width
-        ops = {model.choices.problem.producer[t] for t in here if self.rng.random() < most}
+        ops = {model.program.problem.producer[t] for t in here if self.rng.random() < most}
         return neighbourhood(model, values, ops, segments, segments)
 
     def _stretch(self, count: int, share: float) -> range:
@@ -60,7 +59,7 @@ class Neighbourhoods:
 
 
 def neighbourhood(
-    model: VariantModel,
+    model: TimePointModel,
     values: list[float],
     ops: range | set[int],
     segments: range,
@@ -73,12 +72,12 @@ def neighbourhood(
     decisions in `segments`. Memory rows that the solution violates are relaxed to its values,
     except in `strict` segments.
     """
-    choices, problem = model.choices, model.choices.problem
+    program, problem = model.program, model.program.problem
     free = set[int]()
     first = {op for k in segments for op in range(model.start(k) + 1, model.points[k] + 1)}
     for v in model.f:
         op = problem.variants[v].op
-        near = any(problem.producer[t] in ops for t in choices.reads[v])
+        near = any(problem.producer[t] in ops for t in program.reads[v])
         if near or op in ops or op in first:
             free.add(model.f[v])
     for k, (x, y, z) in enumerate(zip(model.x, model.y, model.z, strict=True)):
@@ -100,7 +99,7 @@ def neighbourhood(
     return replace(model.milp, lower=lower, upper=upper, row_upper=row_upper)
 
 
-def overfull_segments(model: VariantModel, values: list[float]) -> dict[int, float]:
+def overfull_segments(model: TimePointModel, values: list[float]) -> dict[int, float]:
     """Segments whose memory rows a solution violates → violation, as a share of the capacity."""
     found = dict[int, float]()
     for k, rows in enumerate(_row_activity(model, values)):
@@ -110,12 +109,13 @@ def overfull_segments(model: VariantModel, values: list[float]) -> dict[int, flo
     return found
 
 
-def _row_activity(model: VariantModel, values: list[float]) -> list[dict[int, float]]:
+def _row_activity(model: TimePointModel, values: list[float]) -> list[dict[int, float]]:
     """Per segment: memory row → its value in a solution."""
-    used = {row: 0.0 for rows in model.memory for row in rows}
+    memory = [rows + cuts for rows, cuts in zip(model.memory, model.cut_rows, strict=True)]
+    used = {row: 0.0 for rows in memory for row in rows}
     for row, column, value in zip(
         model.milp.entry_row, model.milp.entry_column, model.milp.entry_value, strict=True
     ):
         if row in used:
             used[row] += value * values[column]
-    return [{row: used[row] for row in rows} for rows in model.memory]
+    return [{row: used[row] for row in rows} for rows in memory]
