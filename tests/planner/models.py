@@ -15,9 +15,9 @@ from coop_plan.planner.placement.layout import lay_out
 SECONDS = 20.0
 
 
-def relaxations(process, problem, arena, chosen):
+def relaxations(process, problem, arena, chosen, *, variants=False):
     """Answers at chosen time points, and at all of them, each with its bound on the cost, µs."""
-    program = Program.of(problem)
+    program = Program.of(problem, variants=variants)
     for points in ({p for p in chosen if p < program.n}, range(program.n)):
         model = TimePointModel(program, problem.rounded(arena), sorted({*points, program.n}), ())
         answer = process.solve(model.milp, time.monotonic() + SECONDS)

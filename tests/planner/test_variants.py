@@ -17,7 +17,7 @@ from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.model.variants import fix_variants, restore_variants
 from coop_plan.planner.exact.monet import solve_monet
-from coop_plan.planner.exact.primal.variant_lns import neighbourhood, overfull_segments
+from coop_plan.planner.exact.primal.lns import neighbourhood, overfull_segments
 from coop_plan.planner.exact.primal.warm_start import warm_start
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.method import Request

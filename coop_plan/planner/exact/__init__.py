@@ -31,7 +31,7 @@ One request of `optimal`, in the order in which the files act:
    (CP-SAT).
 
 With variants, the model has columns for the choice of each run. `variants.py` runs the search of
-`primal/variant_search.py` on it.
+`primal/variant_search.py` on it. With transfers, coop-offline plans the variants found there.
 
 A solver process (`solver/worker.py`) passes the typed jobs of `solver/jobs.py` to OR-Tools' MathOpt
 or PuLP (`solver/milp_solvers.py`), PDLP (`solver/pdlp.py`), HiGHS's simplex (`solver/simplex.py`)

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from coop_plan.planner.core.params import Count, Params, Ratio, Seconds, Share, Size, Within
+from coop_plan.planner.core.params import Count, Factor, Params, Ratio, Seconds, Share, Size, Within
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,20 @@ class PathCutParams(Params):
 class LnsParams(Params):
     """Large neighbourhood search on the time-point model (see `planner.exact.primal.lns`)."""
 
-    widths: tuple[Share, ...] = (0.1, 0.2, 0.3)
-    """Neighbourhood sizes as shares of the program's ops; one is drawn for each neighbourhood."""
+    first_width: Share = 0.12
+    """Initial share of the program in a neighbourhood."""
+
+    widen: Factor = 1.1
+    """Factor on that share after a neighbourhood that was solved to its end."""
+
+    narrow: Share = 0.7
+    """Factor on that share after a neighbourhood that hit its time or node limit."""
+
+    min_width: Share = 0.04
+    """Lower limit of that share."""
+
+    max_width: Share = 0.7
+    """Upper limit of that share."""
 
     step_seconds: Seconds = 3.0
     """Time limit of one neighbourhood, s."""

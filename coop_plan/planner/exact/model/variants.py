@@ -9,7 +9,7 @@ from coop_plan.schemas import Op, Variant
 
 def fix_variants(problem: Problem, chosen: Sequence[int]) -> Problem:
     """
-    The problem in which op o has only variant `chosen[o]`, with the same tensors and no transfers.
+    The problem in which op o has only variant `chosen[o]`, with the same tensors.
 
     Raises:
         NoScheduleError: the chosen variants do not make a tensor that one of them reads, or an
@@ -39,7 +39,7 @@ def fix_variants(problem: Problem, chosen: Sequence[int]) -> Problem:
             )
         )
     graph = problem.graph.model_copy(update={"ops": ops})
-    return Problem.from_graph(graph, problem.alignment, problem.outputs, host_budget=0)
+    return Problem.from_graph(graph, problem.alignment, problem.outputs, problem.host_budget)
 
 
 def without_variants(problem: Problem) -> Problem | None:

@@ -16,7 +16,6 @@ schedule counts once it has a layout.
 import contextlib
 import importlib.util
 import itertools
-import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -36,6 +35,7 @@ from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.model.variants import fix_variants, restore_variants
 from coop_plan.planner.exact.params import DEFAULTS as EXACT
+from coop_plan.planner.exact.primal.lns import Neighbourhoods, overfull_segments
 from coop_plan.planner.exact.primal.readout import (
     NotRecomputableError,
     Overflow,
@@ -43,7 +43,6 @@ from coop_plan.planner.exact.primal.readout import (
     read_out,
 )
 from coop_plan.planner.exact.primal.reselection import Reselection
-from coop_plan.planner.exact.primal.variant_lns import Neighbourhoods, overfull_segments
 from coop_plan.planner.exact.primal.warm_start import warm_start
 from coop_plan.planner.exact.solver.process import SolverProcess
 from coop_plan.planner.exact.variant_params import DEFAULTS, VariantParams
@@ -55,8 +54,13 @@ NO_TIME_LIMIT = 1e6
 """Solver time limit without a deadline, s: work is counted instead."""
 
 
+def solver_installed() -> bool:
+    """True if the solver of the programs is installed."""
+    return importlib.util.find_spec("ortools") is not None
+
+
 class VariantSearch:
-    """One search for one request.
+    """One search for one request; its schedules have no transfers.
 
     `placed` is the cheapest schedule with a layout, or None. `bound_us` is the lower bound on the
     cost of every schedule in program order, µs.
@@ -66,7 +70,7 @@ class VariantSearch:
         self, problem: Problem, request: Request, params: VariantParams = DEFAULTS
     ) -> None:
         self.problem, self.request, self.params = problem, request, params
-        self.program = replace(Program.of(problem, variants=True), host_link=None)
+        self.program = Program.of(problem, variants=True)
         self.capacity = problem.rounded(request.arena_bytes)
         self.placed: PlacedSchedule | None = None
         self.bound_us = problem.floor_us
@@ -166,6 +170,11 @@ class VariantSearch:
         if answer.values is not None:
             yield self._consistent(model.chosen(answer.values))
 
+    def relaxed_choice(self) -> list[int] | None:
+        """The start chosen by the linear relaxation, transfers included; None without a result."""
+        with SolverProcess() as process:
+            return next(self._relaxation_start(process, self._model(self.capacity)), None)
+
     def prove(self, model: TimePointModel, bound: float) -> None:
         """Raise the bound by a solver's bound of a program at the full capacity."""
         if bound > -INFINITY:
@@ -197,7 +206,10 @@ class VariantSearch:
     def _reselected(self, runs: list[int], capacity: int) -> Schedule | None:
         """Re-select the variants of runs; None if the runs are no schedule."""
         try:
-            return Reselection(self.program, capacity).improve(runs, self.params.reselection_rounds)
+            schedule = Schedule.of(self.program.problem, runs)
+            return Reselection(self.program, capacity, self.params.reselection_rounds).improve(
+                schedule, self.request.out_of_time
+            )
         except NoScheduleError:
             return None
 
@@ -264,7 +276,7 @@ class VariantSearch:
         if working_set_bound(self.problem).bytes > self.capacity:
             raise DoesNotFitError(working_set_bound(self.problem).op)
         any_schedule = self.request.any_schedule
-        solver = importlib.util.find_spec("ortools") is not None
+        solver = solver_installed()
         if not self._timed and (any_schedule or self.program.n <= self.params.small_ops):
             solver = False
         best = list(range(self.program.n))
@@ -340,7 +352,7 @@ class VariantSearch:
                 until = self._time_share(self.params.bound_share)
             elif until_placed or time.monotonic() >= until:
                 return
-            gap = self.params.relative_gap
+            gap = EXACT.lns.relative_gap
             if self.placed is not None and self._timed and not tight:
                 excess = self.cost_us / max(self.bound_us, 1e-12) - 1
                 gap = max(gap, self.params.gap_share * excess)
@@ -349,7 +361,7 @@ class VariantSearch:
             if self.placed is not None and not (ended and self._timed):
                 return
             if self._is_current(model, self.capacity):
-                if tight or gap <= self.params.relative_gap:
+                if tight or gap <= EXACT.lns.relative_gap:
                     return
                 tight = True
             else:
@@ -424,7 +436,7 @@ class VariantSearch:
     def _repair_overfull(self, process: SolverProcess, schedule: Schedule) -> None:
         """Solve neighbourhoods around overfull segments until the schedule fits."""
         params = self.params
-        neighbourhoods = Neighbourhoods(random.Random(0), params)  # noqa: S311
+        neighbourhoods, lns = Neighbourhoods(0), EXACT.lns
         for _ in range(params.repair_rounds):
             model = self._model(self.capacity, ordered=True)
             values = warm_start(model, schedule)
@@ -433,8 +445,8 @@ class VariantSearch:
                 return
             worst = max(overfull, key=lambda k: overfull[k])
             part = neighbourhoods.near_segment(model, values, worst)
-            until = self._until(params.step_seconds)
-            answer = process.solve(part, until, relative_gap=params.relative_gap)
+            until = self._until(lns.step_seconds)
+            answer = process.solve(part, until, relative_gap=lns.relative_gap)
             found = self._promising(model, answer)
             if found is not None:
                 self._overfull = None
@@ -450,14 +462,12 @@ class VariantSearch:
         """Solve neighbourhoods of the best schedule until the deadline or the work limit."""
         params = self.params
         self.points = sorted({*self.points, *self._first_points(params.points)})
-        draw = random.Random(self.request.seed)  # noqa: S311  (no secret)
-        neighbourhoods = Neighbourhoods(draw, params)
+        neighbourhoods, lns = Neighbourhoods(self.request.seed), EXACT.lns
         model = None
-        failures = 0
         for count in itertools.count():
             if self.placed is None or self._done():
                 return
-            if not self._timed and (failures >= params.patience or count >= params.neighbourhoods):
+            if not self._timed and count >= params.neighbourhoods:
                 return
             margin = min(params.max_margin, params.margin * self._failed_layouts)
             capacity = int(self.capacity * (1 - margin))
@@ -465,14 +475,14 @@ class VariantSearch:
                 model = self._model(capacity, ordered=True)
             values = warm_start(model, self.program.versions.of_original(self.placed.schedule))
             part = neighbourhoods.next(model, values)
-            until = self._until(params.step_seconds)
+            until = self._until(lns.step_seconds)
             answer = process.solve(
-                part, until, relative_gap=params.relative_gap, nodes=self._node_limit
+                part, until, relative_gap=lns.relative_gap, nodes=self._node_limit
             )
             neighbourhoods.adapt(answer.outcome)
             found = self._promising(model, answer)
-            better = found is not None and self._read_schedule(model, found, capacity)
-            failures = 0 if better else failures + 1
+            if found is not None:
+                self._read_schedule(model, found, capacity)
 
     @property
     def proved(self) -> bool:
