@@ -22,9 +22,7 @@ One request of `optimal`, in the order in which the files act:
    `dual/background.py` starts a process, in which `dual/bounding.py` solves relaxations at more and
    more time points, while coop-offline improves the plan. Otherwise `model/paths.py` adds path
    cuts, found by `model/separation.py`, before the model is solved again; on a timeout
-   `primal/lns.py` improves its solution by large neighbourhood search. `primal/fix_and_refine.py`
-   leads from that solution to a plan: it fixes residents, repairs overflowing segments
-   (`primal/repair.py`), and re-solves windows where that fails.
+   `primal/lns.py` improves its solution by large neighbourhood search.
 6. **Layout conflicts.** If a schedule fits but has no layout, the rounds are repeated within
    slightly smaller arenas, which prove nothing.
 7. **Joint model.** On tiny graphs `primal/intervals.py` decides eviction and layout at once

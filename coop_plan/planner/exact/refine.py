@@ -62,8 +62,6 @@ class Refinement:
     """True if a round left the time to coop-offline and the bounding process."""
     final: bool = False
     """True if rounds may use all the time left."""
-    residency: Residency | None = None
-    """Residency outline of the last solution; None if there was none."""
     gap: float = field(init=False)
     """Absolute gap to which models are solved, as a share of the base cost."""
     paths: PathCuts = field(init=False)
@@ -88,11 +86,10 @@ class Refinement:
             )
             answer = self._solve(model)
             if answer.values is None:
-                self.residency = None
                 return None
             try:
-                self.residency = Residency.of(model, answer.values)
-                return read_out(self.program, self.residency, self.capacity)
+                residency = Residency.of(model, answer.values)
+                return read_out(self.program, residency, self.capacity)
             except NotRecomputableError as error:
                 if error.position in self.points:
                     return None

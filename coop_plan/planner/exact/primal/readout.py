@@ -1,13 +1,11 @@
 """Readout: from residents at the time points to a schedule and its overflows."""
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
-from coop_plan.planner.exact.params import DEFAULTS
 from coop_plan.planner.exact.primal.schedule_builder import ScheduleBuilder
 
 
@@ -41,42 +39,22 @@ class Residency:
 
 @dataclass(frozen=True)
 class Overflow:
-    """An event above the capacity: `op` runs for the first run of `position`.
+    """A run above the capacity: `op` runs for the first run of `position`.
 
     The two are equal if it is that first run itself. `excess` is in bytes.
     """
 
     position: int
     op: int
-    event: int
     excess: int
 
 
 @dataclass(frozen=True)
 class Readout:
-    """A schedule without addresses, and its overflows in event order; none if it fits.
-
-    `runs` lists per event the variant and the position whose first run it serves.
-    """
+    """A schedule without addresses, and its overflows in event order; none if it fits."""
 
     schedule: Schedule
     overflows: list[Overflow]
-    runs: list[tuple[int, int]]
-
-
-Evictions = dict[tuple[int, int], set[int]]
-"""(position, op) → tensors evicted just before that run, and recomputed later."""
-
-Margins = dict[tuple[int, int], int]
-"""(position, op) → bytes kept free while the op runs for that position."""
-
-
-class ThrashingError(Exception):
-    """Evictions at this position cause each other's recomputes."""
-
-    def __init__(self, position: int) -> None:
-        super().__init__()
-        self.position = position
 
 
 class NotRecomputableError(Exception):
@@ -91,52 +69,34 @@ class NotRecomputableError(Exception):
         self.position = position
 
 
-def read_out(
-    program: Program,
-    residency: Residency,
-    capacity: int,
-    evictions: Evictions | None = None,
-    margins: Margins | None = None,
-    max_runs: int = DEFAULTS.repair.max_runs,
-) -> Readout:
-    """The schedule of a residency outline, and its overflows above `capacity` bytes less margins.
+def read_out(program: Program, residency: Residency, capacity: int) -> Readout:
+    """The schedule of a residency outline, and its overflows above `capacity` bytes.
 
     Within a segment a tensor is recomputed as late as possible, right before its first use, and
     evicted after its last access, unless it is resident at the next time point. It is recomputed in
-    the outline's variant, or else in that of the first run, or in the cheapest. With `evictions` an
-    op may run `max_runs` times for the same position.
+    the outline's variant, or else in that of the first run, or in the cheapest.
 
     Raises:
         NotRecomputableError: an input of a recompute has been overwritten.
         NoScheduleError: a run reads a tensor that is not resident.
-        ThrashingError: only with evictions.
     """
-    built = _Reader(program, residency, evictions or {}, max_runs).read()
+    built = _Reader(program, residency).read()
     schedule = built.schedule()
-    live = schedule.live_bytes().tolist()
-    margins, variants = margins or {}, program.problem.variants
-    overflows = []
-    for event, ((variant, position), used) in enumerate(zip(built.runs, live, strict=True)):
-        op = variants[variant].op
-        excess = used - capacity + margins.get((position, op), 0)
-        if excess > 0:
-            overflows.append(Overflow(position, op, event, excess))
-    return Readout(schedule, overflows, built.runs)
+    variants, overflows = program.problem.variants, []
+    for (variant, position), used in zip(built.runs, schedule.live_bytes().tolist(), strict=True):
+        if used > capacity:
+            overflows.append(Overflow(position, variants[variant].op, used - capacity))
+    return Readout(schedule, overflows)
 
 
 class _Reader:
-    def __init__(
-        self, program: Program, residency: Residency, evictions: Evictions, max_runs: int
-    ) -> None:
+    def __init__(self, program: Program, residency: Residency) -> None:
         self.program = program
         self.residency = residency
-        self.evictions = evictions
-        self.max_runs = max_runs
         self.built = ScheduleBuilder(program)
         self._again: set[int] = set()
         """Variants recomputed in this segment."""
         self._position = 0
-        self._runs: Counter[tuple[int, int]] = Counter()
         self._overwritten = {read for pairs in program.overwrites for _, read in pairs}
         """Versions that end with the op that overwrites them."""
 
@@ -153,7 +113,7 @@ class _Reader:
         for op in range(start + 1, point):
             first = self.residency.first[op]
             self._compute(program.reads[first], op)
-            self._run(first, op)
+            self.built.run(first, op)
         if point == program.n:
             outputs = set(program.read_by_all[point])
             self._compute(outputs | resident, point)
@@ -161,7 +121,7 @@ class _Reader:
             return
         first = self.residency.first[point]
         self._compute({*program.reads[first], *resident}, point)
-        self._run(first, point)
+        self.built.run(first, point)
         stays = {t for t in self.built.resident if program.unconstrained[t]}
         stays = {t for t in stays if program.last_useful[t] > point}
         kept = resident - self.residency.inplace_inputs[point]
@@ -184,7 +144,7 @@ class _Reader:
                 if missing:
                     stack += missing
                 else:
-                    self._run(variant, position)
+                    self.built.run(variant, position)
 
     def _maker(self, t: int) -> int:
         """The variant that recomputes t in this segment."""
@@ -197,16 +157,6 @@ class _Reader:
             return program.until[v] < self._position, v not in self._again, v != first
 
         return min((v for v in variants if t in program.makes[v]), key=rank)
-
-    def _run(self, variant: int, position: int) -> None:
-        op = self.program.problem.variants[variant].op
-        evicted = self.evictions.get((position, op))
-        if evicted:
-            self.built.evict(evicted.difference(self.program.reads[variant]))
-        self.built.run(variant, position)
-        self._runs[position, op] += 1
-        if self.evictions and self._runs[position, op] > self.max_runs:
-            raise ThrashingError(position)
 
     def _missing(self, tensors: Iterable[int], peaks: dict[int, int]) -> list[int]:
         """Tensors not resident, in the order of a stack: the last one is computed first.

@@ -28,9 +28,6 @@ class ScheduleBuilder:
         """Evict all other tensors, at the end of a segment."""
         self.resident &= tensors
 
-    def evict(self, tensors: set[int]) -> None:
-        self.resident -= tensors
-
     def schedule(self) -> Schedule:
         """The schedule, without addresses."""
         return Schedule.of(self.program.problem, [variant for variant, _ in self.runs])
