@@ -18,19 +18,16 @@ arena. E is charged the cost of its runs; the rows may allow fewer runs than the
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from coop_plan.planner.exact.model.milp import INFINITY
-
-if TYPE_CHECKING:  # which adds these columns
-    from coop_plan.planner.exact.model.timepoint import TimePointModel
+from coop_plan.planner.exact.model.segments import Segments
 
 
 @dataclass
 class Overwriting:
     """Columns of overwriting in a model, added segment by segment."""
 
-    model: "TimePointModel"
+    model: Segments
     buffers: dict[int, int] = field(default_factory=dict)
     """B of the last segment, by version."""
     _makers: list[tuple[int, list[tuple[int, int]]]] = field(init=False)

@@ -44,12 +44,9 @@ fewer bytes or shorter transfers, so both may be capped (`LONGEST_COPY`).
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from coop_plan.planner.exact.model.milp import INFINITY, Terms
-
-if TYPE_CHECKING:  # which adds these columns
-    from coop_plan.planner.exact.model.timepoint import TimePointModel
+from coop_plan.planner.exact.model.segments import Segments
 
 ROUNDING = 1e-9
 """Relative slack of the host's memory rows (see `planner.exact.model.timepoint`)."""
@@ -62,7 +59,7 @@ LONGEST_COPY = 10.0
 class Transfers:
     """Columns of transfers in a model: per segment, tensor → column."""
 
-    model: "TimePointModel"
+    model: Segments
     prefetched: list[dict[int, int]] = field(default_factory=list)
     """L: prefetches waited for."""
     arriving: list[dict[int, int]] = field(default_factory=list)
