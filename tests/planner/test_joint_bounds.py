@@ -75,8 +75,9 @@ def test_plans_have_the_bound_of_all_that_the_graph_offers(graph, host, outputs,
         return
     assert find_faults(graph, made) == []
     assert best is not None
-    assert made.lower_bound_model in ("program-order", "any")
-    assert made.lower_bound_us <= best * (1 + 1e-6) + 1e-6 <= made.cost_us * (1 + 2e-6) + 2e-6
+    assert best <= made.cost_us * (1 + 1e-6) + 1e-6
+    if made.lower_bound_model is not None:  # else only a plan without variants and pairs was found
+        assert made.lower_bound_us <= best * (1 + 1e-6) + 1e-6
 
 
 @pytest.mark.parametrize("method", ["coop-offline", "optimal", "auto"])
