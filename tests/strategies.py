@@ -180,3 +180,34 @@ def graphs(draw, max_ops=8, *, mutates=True, inplace=True, variants=True, rng=Tr
     build = draw(st.sampled_from([_arbitrary, _training]))
     build(draft, max_ops)
     return draft.finish(bandwidth)
+
+
+@st.composite
+def variant_graphs(draw, max_ops=5, *, mutates=False, bandwidth=True):
+    """Valid graphs whose variants omit inputs, or make a tensor that variants of readers read."""
+    graph = draw(
+        overwriting_graphs(max_ops=max_ops, bandwidth=bandwidth)
+        if mutates
+        else graphs(max_ops, mutates=False, variants=False, rng=False, bandwidth=bandwidth)
+    )
+    tensors, ops = list(graph.tensors), []
+    masks = {}
+    for op in graph.ops:
+        variants = []
+        fields = {"workspace_bytes": draw(SIZES), "inplace": op.inplace}
+        spare = sorted(set(op.inputs) - set(op.mutates))
+        if spare and draw(st.booleans()):
+            left = draw(st.sampled_from(spare))
+            read = [t for t in op.inputs if t != left]
+            read += [masks[left]] if left in masks else []
+            pairs = [pair for pair in op.inplace if pair[1] != left]
+            lean = {"inputs": read, "outputs": op.outputs, "inplace": pairs}
+            variants.append(Variant(name="lean", cost_us=draw(COSTS), **(fields | lean)))
+        if op.outputs and draw(st.booleans()):
+            new = max(t.id for t in tensors) + 1
+            tensors.append(Tensor(id=new, name="mask", bytes=draw(SIZES), kind="activation"))
+            masks[op.outputs[0]] = new
+            more = {"inputs": op.inputs, "outputs": [*op.outputs, new]}
+            variants.append(Variant(name="mask", cost_us=draw(COSTS), **(fields | more)))
+        ops.append(op.model_copy(update={"variants": variants}))
+    return graph.model_copy(update={"tensors": tensors, "ops": ops})

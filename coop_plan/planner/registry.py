@@ -44,7 +44,7 @@ def _coop_offline(problem: Problem, request: Request) -> Solution:
     if "variants" in problem.beyond_recomputation:
         from coop_plan.planner.exact.variants import solve_with_variants
 
-        return solve_with_variants(problem, request, solve_coop_offline, prove=False)
+        return solve_with_variants(problem, request, prove=False)
     return solve_coop_offline(problem, request)
 
 
@@ -54,8 +54,7 @@ def _optimal(problem: Problem, request: Request) -> Solution:
     if "variants" in problem.beyond_recomputation:
         from coop_plan.planner.exact.variants import solve_with_variants
 
-        in_order = request.in_program_order()
-        return solve_with_variants(problem, in_order, solve_optimal, prove=True)
+        return solve_with_variants(problem, request.in_program_order(), prove=True)
     return solve_optimal(problem, request)
 
 
@@ -65,7 +64,7 @@ def _auto(problem: Problem, request: Request) -> Solution:
     if "variants" in problem.beyond_recomputation:
         from coop_plan.planner.exact.variants import solve_with_variants
 
-        return solve_with_variants(problem, request, solve_auto, prove=True)
+        return solve_with_variants(problem, request, prove=True)
     return solve_auto(problem, request)
 
 

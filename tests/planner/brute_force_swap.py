@@ -29,20 +29,23 @@ class State(NamedTuple):
     host: frozenset[int]
 
 
-def shortest(problem: Problem, arena_bytes: int, *, most: int = 60_000) -> float | None:
+def shortest(
+    problem: Problem, arena_bytes: int, *, most: int = 60_000, variants: bool = False
+) -> float | None:
     """
     Least makespan in µs of any schedule whose live bytes stay within the arena, None if none does.
 
+    With `variants` each run has any of its op's, else the default one.
     Host copies take rounded bytes from the begin of the copy until they are not needed any more.
 
     Raises:
         TooManyStatesError: more than `most` labels.
     """
-    return _Search(problem, arena_bytes).run(most)
+    return _Search(problem, arena_bytes, variants).run(most)
 
 
 class _Search:
-    def __init__(self, problem, arena_bytes):
+    def __init__(self, problem, arena_bytes, variants):
         versions = SsaForm.of(problem)
         self.problem = problem = versions.problem
         self.graph = problem.graph
@@ -50,9 +53,10 @@ class _Search:
         step, limit = problem.alignment, problem.host_budget
         self.capacity = -(-arena_bytes // step) * step
         self.host_capacity = float("inf") if limit is None else -(-limit // step) * step
-        index = {tensor.id: t for t, tensor in enumerate(self.graph.tensors)}
-        self.pairs = [[(index[a], index[b]) for a, b in op.inplace] for op in self.graph.ops]
         self.n = problem.op_count
+        self.variants = [[] for _ in range(self.n)]
+        for variant in problem.variants if variants else problem.variants[: self.n]:
+            self.variants[variant.op].append(variant)
         device = self.graph.device
         self.out = [self.copy_us(device, size, device.d2h_bytes_per_s) for size in problem.bytes]
         self.back = [self.copy_us(device, size, device.h2d_bytes_per_s) for size in problem.bytes]
@@ -134,31 +138,27 @@ class _Search:
         for o in range(min(done + 1, self.n)):
             if o < done and not self.graph.ops[o].recomputable:
                 continue
-            for after in self.runs(o, done, state):
-                following = state._replace(done=max(done, o + 1), live=after)
-                clock = now + self.problem.cost[o]
-                yield label(clock, following, out_free, back_free, out_ends, back_ends)
+            for variant in self.variants[o]:
+                if o < done > self.problem.rerun_limit_of(variant):
+                    continue  # an input outside the arena has been overwritten
+                for after in self.runs(o, variant, done, state):
+                    following = state._replace(done=max(done, o + 1), live=after)
+                    clock = now + variant.cost_us
+                    yield label(clock, following, out_free, back_free, out_ends, back_ends)
 
-    def runs(self, o, done, state):
-        """What is readable after running op o, one set per choice of what shares an address."""
+    def runs(self, o, variant, done, state):
+        """What is readable after a run of op o, one set per choice of what shares an address."""
         problem = self.problem
-        if any(self.in_arena(t) and t not in state.live for t in problem.op_inputs[o]):
+        if any(self.in_arena(t) and t not in state.live for t in variant.inputs):
             return
-        if any(not self.in_arena(t) and problem.producer[t] >= done for t in problem.op_inputs[o]):
+        if any(not self.in_arena(t) and problem.producer[t] >= done for t in variant.inputs):
             return
-        made = {t for t in problem.op_outputs[o] if self.in_arena(t) or o < done}
+        made = {t for t in variant.outputs if self.in_arena(t) or o < done}
         if made & set(state.back) or self.ends[o] & set(state.away):
             return  # fetched in vain, or overwritten while it is copied
         need = self.size(state.live) + self.size(state.back)
-        need += problem.workspace[o] + self.size(made)
-        pairs = [
-            (a, b)
-            for a, b in self.pairs[o]
-            if a in made
-            and self.in_arena(b)
-            and b not in state.away
-            and 0 < problem.bytes[a] <= problem.bytes[b]
-        ]
+        need += problem.rounded(variant.workspace_bytes) + self.size(made)
+        pairs = [(a, b) for a, b in variant.inplace if a in made and b not in state.away]
         for count in range(len(pairs) + 1):
             for chosen in combinations(pairs, count):
                 if len({a for a, _ in chosen}) < count or len({b for _, b in chosen}) < count:

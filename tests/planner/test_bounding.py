@@ -104,7 +104,7 @@ def test_no_bound_exceeds_the_optimum(graph, outputs, share, alignment):
         patch.setattr(repeated_blocks, "MIN_COPIES", 2)
         Bounding(program, program.problem.rounded(arena), set(), reported.append, params).run()
     assert reported
-    assert max(reported) <= (best - problem.base_cost_us) + 1e-6 * best
+    assert max(reported) <= best * (1 + 1e-6)
 
 
 @st.composite
@@ -154,7 +154,8 @@ def test_bounds_come_while_the_process_runs_and_end_with_it(program, capacity):
         assert process.proved() == -INFINITY
         process.begin(program, capacity, set())
         bound = process.proved(time.monotonic() + 60)
-        assert 0 < bound < program.problem.base_cost_us
+        base = program.problem.base_cost_us
+        assert base < bound < 2 * base
         process.kill()
         assert process.proved(time.monotonic() + 60) == -INFINITY
 

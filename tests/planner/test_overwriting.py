@@ -30,7 +30,7 @@ from coop_plan.planner.search.compute.annealing import reordered
 from tests.planner.brute_force import cheapest
 from tests.planner.brute_force_swap import TooManyStatesError, shortest
 from tests.planner.core.test_schedule import plan_of
-from tests.planner.models import SECONDS, fixed_and_refined, relaxations
+from tests.planner.models import SECONDS, readout_of, relaxations
 from tests.planner.test_exact import BUDGETS, SETTINGS, cost_of, tight
 from tests.strategies import overwriting_graphs
 from tests.support import make_graph
@@ -153,7 +153,7 @@ def test_no_schedule_is_cheaper_than_the_model_says(
         assert bound <= best * (1 + 1e-6) + 1e-6
     reported, params = [0.0], replace(DEFAULTS, bounding=BoundingParams(first_spread=1))
     Bounding(Program.of(problem), problem.rounded(arena), set(), reported.append, params).run()
-    assert problem.base_cost_us + max(reported) <= best * (1 + 1e-6) + 1e-6
+    assert max(reported) <= best * (1 + 1e-6) + 1e-6
 
 
 @settings(SETTINGS, max_examples=20)
@@ -207,16 +207,17 @@ def test_checkmate_and_intervals_agree_with_exhaustive_search(
 
 
 @settings(SETTINGS, max_examples=30)
-@given(graph=GRAPHS, point=st.integers(0, 7), spare=st.booleans(), **BUDGETS)
-def test_fix_and_refine_returns_a_plan(process, graph, point, spare, outputs, share, alignment):
-    """From next to no time points, also where a layout needs more than what is live."""
+@given(graph=GRAPHS, point=st.integers(0, 7), **BUDGETS)
+def test_a_solution_is_read_out_as_a_schedule(process, graph, point, outputs, share, alignment):
+    """With next to no time points: versions at one address are one buffer."""
     problem, arena = overwriting(graph, outputs, share, alignment)
     program, best = Program.of(problem), cheapest(problem, arena)
-    room = arena - spare * alignment
-    placed = fixed_and_refined(process, program, arena, point, room)
+    readout = readout_of(process, program, arena, point)
+    placed = lay_out(readout.schedule).placed
     restored = program.versions.placed_to_original(placed)
-    assert restored.arena_bytes == placed.arena_bytes <= room
-    check(problem, restored, best)
+    assert restored.arena_bytes == placed.arena_bytes
+    if not readout.overflows:
+        check(problem, restored, best)
 
 
 @settings(SETTINGS, max_examples=8)
@@ -271,7 +272,7 @@ def test_keeping_a_version_beyond_its_overwriting_takes_another_run(process):
     problem = Problem.from_graph(graph, 1)
     model = TimePointModel(Program.of(problem), 12, [2, 3, 5, 6], ())
     answer = process.solve(model.milp, time.monotonic() + SECONDS)
-    assert answer.objective * model.cost_unit == pytest.approx(11.0)
+    assert model.bound_us(answer.objective) == pytest.approx(problem.base_cost_us + 11.0)
     assert cheapest(problem, 12) == problem.base_cost_us + 11
 
 

@@ -13,10 +13,11 @@ from coop_plan.planner import InfeasibleBudgetError, find_faults, plan
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, Schedule
-from coop_plan.planner.exact.model.variant_timepoint import VariantModel
-from coop_plan.planner.exact.model.variants import VariantChoices, fix_variants, restore_variants
+from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.model.timepoint import TimePointModel
+from coop_plan.planner.exact.model.variants import fix_variants, restore_variants
 from coop_plan.planner.exact.monet import solve_monet
-from coop_plan.planner.exact.primal.variant_lns import neighbourhood, overfull_segments
+from coop_plan.planner.exact.primal.lns import neighbourhood, overfull_segments
 from coop_plan.planner.exact.primal.warm_start import warm_start
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.method import Request
@@ -354,9 +355,9 @@ def test_monet_agrees_with_brute_force_over_its_class(graph):
 
 def test_a_neighbourhood_frees_its_segments_and_keeps_strict_memory_rows():
     problem = Problem.from_graph(workspaces(), 1, "arena")
-    choices, n = VariantChoices.of_problem(problem), problem.op_count
-    schedule = Schedule.of(problem, [variants[0] for variants in choices.of])
-    model = VariantModel(choices, int(schedule.live_bytes().max()) - 1, list(range(n + 1)))
+    program, n = Program.of(problem, variants=True), problem.op_count
+    schedule = Schedule.of(problem, [variants[0] for variants in program.choices])
+    model = TimePointModel(program, int(schedule.live_bytes().max()) - 1, list(range(n + 1)))
     values = warm_start(model, schedule)
     full = overfull_segments(model, values)
     assert full
@@ -384,10 +385,10 @@ def assert_meets_all_rows(milp, values):
 def test_every_schedule_is_a_solution_of_the_program(graph):
     """Keep-everything meets all rows of the program at its own peak, and costs what it says."""
     problem = Problem.from_graph(graph, 1, "arena")
-    choices = VariantChoices.of_problem(problem)
-    schedule = Schedule.of(problem, [variants[0] for variants in choices.of])
+    program = Program.of(problem, variants=True)
+    schedule = Schedule.of(problem, [variants[0] for variants in program.choices])
     peak = int(schedule.live_bytes().max(initial=0))
-    model = VariantModel(choices, max(peak, 1), list(range(problem.op_count + 1)))
+    model = TimePointModel(program, max(peak, 1), list(range(problem.op_count + 1)))
     values = warm_start(model, schedule)
     milp = model.milp
     assert_meets_all_rows(milp, values)
@@ -404,7 +405,7 @@ def test_every_schedule_is_a_solution_of_the_program(graph):
 def test_cuts_leave_every_schedule_in(graph, share, every):
     """A schedule with recomputes meets all rows at its own peak, whatever is looked at closely."""
     problem = Problem.from_graph(graph, 1, "arena")
-    choices, n = VariantChoices.of_problem(problem), problem.op_count
+    program, n = Program.of(problem, variants=True), problem.op_count
     arena = int(share * int(keep_all_schedule(problem).live_bytes().max(initial=0)))
     try:
         placed = run_coop(fix_variants(problem, range(n)), Request(arena)).placed
@@ -415,7 +416,7 @@ def test_cuts_leave_every_schedule_in(graph, share, every):
     peak = int(schedule.live_bytes().max(initial=0))
     points = [*range(0, n, every), n]
     cuts = frozenset(itertools.product(range(n), range(n)))
-    model = VariantModel(choices, max(peak, 1), points, cuts)
+    model = TimePointModel(program, max(peak, 1), points, cuts)
     values = warm_start(model, schedule)
     assert_meets_all_rows(model.milp, values)
     assert not overfull_segments(model, values)
@@ -492,4 +493,4 @@ def test_a_program_that_takes_too_long_is_given_up():
     problem = Problem.from_graph(masks(), 1, "arena")
     points = list(range(problem.op_count + 1))
     with pytest.raises(TimeLimitError, match="time limit reached"):
-        VariantModel(VariantChoices.of_problem(problem), 100, points, deadline=0.0)
+        TimePointModel(Program.of(problem, variants=True), 100, points, deadline=0.0)

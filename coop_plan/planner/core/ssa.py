@@ -14,19 +14,19 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.lifetimes import Trace
-from coop_plan.planner.core.problem import Pair, Problem
+from coop_plan.planner.core.problem import Pair, Problem, plannable_variants
 from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
-from coop_plan.schemas import Op, Tensor
+from coop_plan.schemas import Op, Tensor, Variant
 
 
 @dataclass(frozen=True)
 class SsaForm:
     """
-    `problem` is `original` with versions as tensors: the same ops, in their default variants only.
+    `problem` is `original` with versions as tensors: the same ops and plannable variants.
 
     It is the original itself if no tensor in the arena is overwritten. Version 0 of a tensor has
     the tensor's number; later versions follow all tensors. `overwrites[o]` are the (output, input)
-    versions of op o; these outputs are the last ones of the op, in that order.
+    versions of op o; these outputs are the last ones of its variants, in that order.
     """
 
     original: Problem
@@ -40,6 +40,11 @@ class SsaForm:
         """The SSA form of a problem."""
         if any(problem.overwritten):
             return _Renaming(problem).ssa_form()
+        return cls.unchanged(problem)
+
+    @classmethod
+    def unchanged(cls, problem: Problem) -> "SsaForm":
+        """The problem itself, whose overwritten tensors stay one tensor each."""
         unchanged = list(range(problem.tensor_count))
         return cls(problem, problem, unchanged, [()] * problem.op_count)
 
@@ -53,6 +58,16 @@ class SsaForm:
             return schedule
         return self._merged(schedule, self._roots(schedule))
 
+    def of_original(self, schedule: Schedule) -> Schedule:
+        """A schedule of `original` as one of `problem`: the same events.
+
+        Raises:
+            NoScheduleError: it moves an overwritten tensor.
+        """
+        if self.problem is self.original:
+            return schedule
+        return Schedule.of_events(self.problem, schedule.do, schedule.what)
+
     def placed_to_original(self, placed: PlacedSchedule) -> PlacedSchedule:
         """As `to_original`, with the same addresses."""
         if self.problem is self.original:
@@ -65,10 +80,12 @@ class SsaForm:
         """Per buffer the one with version 0 at its address."""
         t = schedule.trace
         root = np.arange(t.tensor.size)
-        for event, op in enumerate(schedule.variants):
-            if op < 0 or not self.overwrites[op]:
+        for event, number in enumerate(schedule.variants):
+            variant = self.problem.variants[number]
+            op = variant.op
+            if number < 0 or not self.overwrites[op]:
                 continue
-            reads = dict(zip(self.problem.op_inputs[op], schedule.reads(event), strict=True))
+            reads = dict(zip(variant.inputs, schedule.reads(event), strict=True))
             end = t.writes_ptr[event + 1]
             written = t.writes[end - len(self.overwrites[op]) : end]
             for buffer, (_, version) in zip(written, self.overwrites[op], strict=True):
@@ -88,7 +105,8 @@ class SsaForm:
         last, survives = t.last[roots], t.survives[roots]
         np.maximum.at(last, buffer, t.last)
         np.maximum.at(survives, buffer, t.survives)
-        removed = [0 if op < 0 else len(self.overwrites[op]) for op in schedule.variants]
+        forms = self.problem.variants
+        removed = [0 if v < 0 else len(self.overwrites[forms[v].op]) for v in schedule.variants]
         ends = t.writes_ptr[1:]
         stays = np.ones(t.writes.size, dtype=np.bool_)
         for end, versions in zip(ends, removed, strict=True):
@@ -126,10 +144,13 @@ class _Renaming:
         """Latest version so far, by the id of an overwritten tensor."""
         used = {tensor.id for tensor in self.tensors}
         self.unused_ids = (i for i in count() if i not in used)
+        self.variants: list[list[Variant]] = [[] for _ in problem.graph.ops]
+        for position, variant in plannable_variants(problem.graph):
+            self.variants[position].append(variant)
 
     def ssa_form(self) -> SsaForm:
         problem = self.problem
-        renamed = [self._op(op) for op in problem.graph.ops]
+        renamed = [self._op(*each) for each in zip(problem.graph.ops, self.variants, strict=True)]
         graph = problem.graph.model_copy(
             update={"tensors": self.tensors, "ops": [op for op, _ in renamed]}
         )
@@ -138,10 +159,13 @@ class _Renaming:
         )
         return SsaForm(problem, versioned, self.tensor, [pairs for _, pairs in renamed])
 
-    def _op(self, op: Op) -> tuple[Op, tuple[Pair, ...]]:
+    def _op(self, op: Op, variants: list[Variant]) -> tuple[Op, tuple[Pair, ...]]:
         """The op on versions, and its (output, input) versions of overwritten tensors."""
-        inputs = [self._id(t) for t in op.inputs]
-        shared = [[out, self._id(t)] for out, t in op.inplace if t not in op.mutates]
+        forms: list[Op | Variant] = [op, *variants]
+        inputs = [[self._id(t) for t in form.inputs] for form in forms]
+        shared = [
+            [[out, self._id(t)] for out, t in form.inplace if t not in op.mutates] for form in forms
+        ]
         pairs = []
         for t in dict.fromkeys(op.mutates):
             if t in self.latest:
@@ -149,14 +173,20 @@ class _Renaming:
                 self.latest[t] = new = self._new_version(old)
                 pairs.append((new, old))
         ids = [[self.tensors[new].id, self.tensors[old].id] for new, old in pairs]
-        changed = {
-            "inputs": inputs,
-            "outputs": [*op.outputs, *(new for new, _ in ids)],
-            "mutates": [t for t in op.mutates if t not in self.latest],
-            "inplace": [*shared, *ids],
-            "variants": [],
-        }
-        return op.model_copy(update=changed), tuple(pairs)
+        changed: list[dict[str, object]] = [
+            {
+                "inputs": read,
+                "outputs": [*form.outputs, *(new for new, _ in ids)],
+                "inplace": [*same, *ids],
+            }
+            for form, read, same in zip(forms, inputs, shared, strict=True)
+        ]
+        changed[0]["mutates"] = [t for t in op.mutates if t not in self.latest]
+        changed[0]["variants"] = [
+            variant.model_copy(update=update)
+            for variant, update in zip(variants, changed[1:], strict=True)
+        ]
+        return op.model_copy(update=changed[0]), tuple(pairs)
 
     def _id(self, tensor_id: int) -> int:
         """The id of a tensor's latest version."""

@@ -22,16 +22,14 @@ One request of `optimal`, in the order in which the files act:
    `dual/background.py` starts a process, in which `dual/bounding.py` solves relaxations at more and
    more time points, while coop-offline improves the plan. Otherwise `model/paths.py` adds path
    cuts, found by `model/separation.py`, before the model is solved again; on a timeout
-   `primal/lns.py` improves its solution by large neighbourhood search. `primal/fix_and_refine.py`
-   leads from that solution to a plan: it fixes residents, repairs overflowing segments
-   (`primal/repair.py`), and re-solves windows where that fails.
+   `primal/lns.py` improves its solution by large neighbourhood search.
 6. **Layout conflicts.** If a schedule fits but has no layout, the rounds are repeated within
    slightly smaller arenas, which prove nothing.
 7. **Joint model.** On tiny graphs `primal/intervals.py` decides eviction and layout at once
    (CP-SAT).
 
-With variants, `variants.py` runs the search of `primal/variant_search.py` on the model of
-`model/variant_timepoint.py`.
+With variants, the model has columns for the choice of each run. `variants.py` runs the search of
+`primal/variant_search.py` on it. With transfers, coop-offline plans the variants found there.
 
 A solver process (`solver/worker.py`) passes the typed jobs of `solver/jobs.py` to OR-Tools' MathOpt
 or PuLP (`solver/milp_solvers.py`), PDLP (`solver/pdlp.py`), HiGHS's simplex (`solver/simplex.py`)

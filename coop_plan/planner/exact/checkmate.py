@@ -91,7 +91,7 @@ class CheckmateModel:
         for i in range(min(t + 1, program.n + 1)):
             if i < program.n and (t, i) not in r:
                 continue
-            for d in program.reads[i]:
+            for d in program.reads[i] if i < program.n else program.read_by_all[i]:
                 available = r.get((t, producer[d]), 0) + s.get((t, d), 0)
                 self._add(r.get((t, i), 1) - available <= 0)
         for i in range(t):
@@ -150,7 +150,7 @@ class CheckmateModel:
                 free[d] = self._binary(f"FREE_{t}_{i}_{d}")
                 hazards = [s[t + 1, d]] if (t + 1, d) in s else []
                 hazards += [r[t, j] for j in users[d] if i < j <= t and (t, j) in r]
-                if t == program.n and d in program.reads[t]:
+                if t == program.n and d in program.read_by_all[t]:
                     hazards.append(1)
                 total = 1 - r[t, i] + self.pulp.lpSum(hazards)
                 self._add(1 - free[d] <= total)
@@ -158,7 +158,9 @@ class CheckmateModel:
             # A recomputed output that was also kept, as only its sibling was needed, ends at once.
             duplicates = self._duplicates(t, i)
             shared = self._inplace_bytes(t, i, free)
-            need = (program.workspace(i) + (program.rerun_bytes[i] if i < t else 0)) / self.capacity
+            problem = program.problem
+            again = [d for d in problem.op_outputs[i] if problem.outside[d]] if i < t else []
+            need = (problem.workspace[i] + sum(size[d] for d in again)) / self.capacity
             # [Constraint] U ≤ M_budget, including workspace; addresses shared in place count once.
             self._add(u + r[t, i] * need - shared <= 1)
             freed = self.pulp.lpSum(
@@ -179,7 +181,7 @@ class CheckmateModel:
 
     def _inplace_bytes(self, t: int, i: int, free: dict[int, Any]) -> Any:
         """[Variable] P[t, i, p]: the output takes the address of an input freed after op i."""
-        allowed = self.program.problem.inplace[i] if i < t else self.program.inplace_pairs[i]
+        allowed = self.program.problem.inplace[i] if i < t else self.program.inplace_pairs(i)
         pairs = [(out, source) for out, source in allowed if source in free]
         share = {pair: self._binary(f"P_{t}_{i}_{pair[0]}_{pair[1]}") for pair in pairs}
         for (out, source), z in share.items():
@@ -271,7 +273,7 @@ def _solve(
             if (t, i) in computed:
                 built.run(i, t)
         kept = {d for stage, d in chosen if stage == t + 1}
-        built.retain(kept if t < program.n else set(program.reads[t]))
+        built.retain(kept if t < program.n else set(program.read_by_all[t]))
     return built.schedule()
 
 
@@ -304,7 +306,7 @@ def _complete_rounding(
         for d in sorted(d for stage, d in kept if stage == t + 1):
             require(t, d)
         if t == program.n:
-            for d in program.reads[t]:
+            for d in program.read_by_all[t]:
                 require(t, d)
         for i in range(min(t, program.n - 1), -1, -1):
             if (t, i) in computed:

@@ -33,7 +33,7 @@ class Incumbent:
     bound_us: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.bound_us = self.problem.base_cost_us
+        self.bound_us = self.problem.floor_us
 
     @property
     def cost_us(self) -> float:
@@ -50,19 +50,16 @@ class Incumbent:
         """Optimality gap: cost / bound - 1."""
         return self.cost_us / max(self.bound_us, 1e-12) - 1
 
-    def raise_bound(self, bound_us: float) -> None:
-        """Raise the bound to a proved one (µs); a lower one changes nothing."""
-        self.bound_us = max(self.bound_us, min(bound_us, self.cost_us))
-        self.report()
-
-    def prove(self, recompute_us: float) -> None:
-        """Raise the bound to the base cost plus recomputes of at least this cost (µs, or −∞)."""
-        if recompute_us > -INFINITY:
-            self.raise_bound(self.problem.base_cost_us * (1 - SOLVER_TOLERANCE) + recompute_us)
+    def prove(self, bound_us: float) -> None:
+        """Raise the bound to a solver's bound (µs, or −∞); a lower one changes nothing."""
+        if bound_us > -INFINITY:
+            proved = bound_us - self.problem.base_cost_us * SOLVER_TOLERANCE
+            self.bound_us = max(self.bound_us, min(proved, self.cost_us))
+            self.report()
 
     def discard_bounds(self, reason: str) -> None:
-        """Reset the bound to the base cost, after a solver contradicted a plan."""
-        self.bound_us = self.problem.base_cost_us
+        """Reset the bound to the floor, after a solver contradicted a plan."""
+        self.bound_us = self.problem.floor_us
         if self.progress is not None:
             self.progress(Progress(f"lower bound discarded: {reason}"))
 

@@ -22,8 +22,9 @@ from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.memory_bounds import working_set_bound, working_sets
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.core.ssa import SsaForm
 from coop_plan.planner.exact.model.milp import INFINITY, Milp, Outcome, Terms
-from coop_plan.planner.exact.model.variants import VariantChoices
+from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.primal.packing import place_or_pack
 from coop_plan.planner.exact.solver.process import SolverProcess
 from coop_plan.planner.exact.variant_params import MONET, MonetParams
@@ -35,40 +36,40 @@ from coop_plan.schemas import InvalidInputError
 class MonetModel:
     """The integer program within `capacity` bytes, rounded up."""
 
-    choices: VariantChoices
+    program: Program
     capacity: int
     milp: Milp = field(default_factory=Milp)
     delta: dict[tuple[int, int], int] = field(default_factory=dict)
     s: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @staticmethod
-    def variable_count(choices: VariantChoices) -> int:
+    def variable_count(program: Program) -> int:
         """Estimate of the number of variables, computed without building the program."""
-        tensors = len(choices.last_useful)
-        return sum((1 + len(_rerunnable(choices, t))) * 2 * tensors for t in range(choices.n))
+        tensors = len(program.last_useful)
+        return sum((1 + len(_rerunnable(program, t))) * 2 * tensors for t in range(program.n))
 
     def __post_init__(self) -> None:
-        problem, choices = self.choices.problem, self.choices
+        problem, program = self.program.problem, self.program
         unit = problem.base_cost_us or 1.0
-        for t in range(choices.n):
-            for op in (*_rerunnable(choices, t), t):
-                for v in choices.of[op]:
+        for t in range(program.n):
+            for op in (*_rerunnable(program, t), t):
+                for v in program.choices[op]:
                     self.delta[t, v] = self.milp.binary(problem.variants[v].cost_us / unit)
-            for d, last in enumerate(choices.last_useful):
+            for d, last in enumerate(program.last_useful):
                 if 0 <= problem.producer[d] < t <= last:
                     self.s[t, d] = self.milp.binary()
-        for d in choices.outputs:  # the end of the step reads them
-            self.s[choices.n, d] = self.milp.column(1.0, 1.0, 0.0, integer=True)
-        for t in range(choices.n):
+        for d in program.read_by_all[program.n]:  # the end of the step reads them
+            self.s[program.n, d] = self.milp.column(1.0, 1.0, 0.0, integer=True)
+        for t in range(program.n):
             self._correctness(t)
             self._memory(t)
-        for d in choices.outputs:
-            self._kept(choices.n, d)
+        for d in program.read_by_all[program.n]:
+            self._kept(program.n, d)
 
     def made(self, t: int, d: int) -> Terms:
         """Terms of: stage t makes tensor d."""
-        variants = self.choices.problem.variants
-        makers = self.choices.of[self.choices.problem.producer[d]]
+        variants = self.program.problem.variants
+        makers = self.program.choices[self.program.problem.producer[d]]
         return [
             (self.delta[t, v], 1.0)
             for v in makers
@@ -83,14 +84,14 @@ class MonetModel:
         return [(self.s[t, d], 1.0)] if (t, d) in self.s else []
 
     def _correctness(self, t: int) -> None:
-        choices = self.choices
+        program = self.program
         # [Constraint] Σ δ = 1 for the op whose stage it is, ≤ 1 for recomputes.
-        for op in (*_rerunnable(choices, t), t):
-            columns = [(self.delta[t, v], 1.0) for v in choices.of[op]]
+        for op in (*_rerunnable(program, t), t):
+            columns = [(self.delta[t, v], 1.0) for v in program.choices[op]]
             self.milp.row(columns, float(op == t), 1.0)
             # [Constraint] inputs are available: δ[t, v] ≤ s[t, d] + Σ δ[t, producers of d].
-            for v in choices.of[op]:
-                for d in sorted(choices.reads[v]):
+            for v in program.choices[op]:
+                for d in program.reads[v]:
                     available = self.available(t, d)
                     self.milp.row([*available, (self.delta[t, v], -1.0)], 0.0, INFINITY)
         for stage, d in [key for key in self.s if key[0] == t]:
@@ -99,26 +100,26 @@ class MonetModel:
     def _kept(self, t: int, d: int) -> None:
         # [Constraint] kept tensors were available: s[t, d] ≤ s[t−1, d] + Σ δ[t−1, producers of d].
         self.milp.row([*self.available(t - 1, d), (self.s[t, d], -1.0)], 0.0, INFINITY)
-        if self.choices.problem.overwritten[d]:  # never recomputed
+        if self.program.problem.overwritten[d]:  # never recomputed
             self.milp.row([(self.s[t, d], 1.0)], 1.0, 1.0)
 
     def _memory(self, t: int) -> None:
-        choices, milp = self.choices, self.milp
-        problem, need = choices.problem, working_sets(choices.problem)
+        program, milp = self.program, self.milp
+        problem, need = program.problem, working_sets(program.problem)
         unit = max(self.capacity, 1)
-        ops = (*_rerunnable(choices, t), t)
+        ops = (*_rerunnable(program, t), t)
         # [Variable] N, from the end of the stage back.
         needed: dict[int, int] = {}
-        for d, last in enumerate(choices.last_useful):
+        for d, last in enumerate(program.last_useful):
             if problem.producer[d] <= t < last and (t + 1, d) in self.s:
                 needed[d] = self.s[t + 1, d]
         for op in reversed(ops):
             after, readers = dict(needed), dict[int, list[int]]()
-            for v in choices.of[op]:
-                for d in sorted(choices.reads[v]):
+            for v in program.choices[op]:
+                for d in program.reads[v]:
                     readers.setdefault(d, []).append(self.delta[t, v])
             for d, columns in readers.items():
-                if choices.unconstrained[d]:
+                if program.unconstrained[d]:
                     continue
                 needed[d] = milp.column(0.0, 1.0, 0.0, integer=False)
                 for column in [*columns, *([after[d]] if d in after else [])]:
@@ -126,7 +127,7 @@ class MonetModel:
             # [Constraint] m ≥ s + N − 1 and m ≥ Σ δ + N − 1, for tensors made before the op.
             weights: dict[int, float] = {}
             for d, column in needed.items():
-                if choices.unconstrained[d]:
+                if program.unconstrained[d]:
                     continue
                 made_before = self.made(t, d) if problem.producer[d] < op else []
                 for terms in filter(None, (self._column(t, d), made_before)):
@@ -135,7 +136,7 @@ class MonetModel:
                     milp.row(row, -1.0, INFINITY)
                     weights[m] = problem.size[d]
             # [Constraint] Σ bytes of residents + outputs + workspace of the op ≤ capacity.
-            for v in choices.of[op]:
+            for v in program.choices[op]:
                 variant = problem.variants[v]
                 taken = problem.rounded(variant.workspace_bytes)
                 taken += sum(problem.size[d] for d in variant.makes)
@@ -148,8 +149,8 @@ class MonetModel:
 
     def _inplace(self, t: int, v: int, after: dict[int, int], weights: dict[int, float]) -> None:
         """[Variable] z[t, v, p]: the output takes the address of an input that the run ends."""
-        milp, problem = self.milp, self.choices.problem
-        pairs = [p for p in problem.variants[v].inplace if p[1] in self.choices.reads[v]]
+        milp, problem = self.milp, self.program.problem
+        pairs = [p for p in problem.variants[v].inplace if p[1] in self.program.reads[v]]
         z = {pair: milp.binary() for pair in pairs if not problem.outside[pair[0]]}
         for (out, source), column in z.items():
             weights[column] = -problem.size[out]
@@ -159,9 +160,9 @@ class MonetModel:
         milp.match(z.items())
 
 
-def _rerunnable(choices: VariantChoices, t: int) -> list[int]:
+def _rerunnable(program: Program, t: int) -> list[int]:
     """Forward ops that may be recomputed in stage t of the backward pass, in program order."""
-    problem = choices.problem
+    problem = program.problem
     phases = [op.phase for op in problem.graph.ops]
     begin = next((i for i, phase in enumerate(phases) if phase != "forward"), 0)
     if t < begin:
@@ -169,10 +170,10 @@ def _rerunnable(choices: VariantChoices, t: int) -> list[int]:
     return [
         op
         for op in range(min(t, begin) if begin else t)
-        if all(choices.until[v] >= t for v in choices.of[op])
+        if all(program.until[v] >= t for v in program.choices[op])
         and not any(
             problem.overwritten[d]
-            for v in choices.of[op]
+            for v in program.choices[op]
             for d in (*problem.variants[v].inputs, *problem.variants[v].outputs)
         )
         and problem.graph.ops[op].recomputable
@@ -187,8 +188,8 @@ def solve_monet(problem: Problem, request: Request, params: MonetParams = MONET)
         DoesNotFitError: no schedule exists, or its layout exceeds the arena.
         TimeLimitError: no schedule was found in time.
     """
-    choices = VariantChoices.of_problem(problem)
-    count = MonetModel.variable_count(choices)
+    program = Program.of_versions(SsaForm.unchanged(problem), variants=True)
+    count = MonetModel.variable_count(program)
     if count > params.max_variables:
         raise InvalidInputError(
             f"monet's program has about {count} variables on this graph, above the limit of"
@@ -202,7 +203,7 @@ def solve_monet(problem: Problem, request: Request, params: MonetParams = MONET)
     capacity = problem.rounded(request.arena_bytes)
     if working_set_bound(problem).bytes > capacity:
         raise infeasible
-    model = MonetModel(choices, capacity)
+    model = MonetModel(program, capacity)
     with SolverProcess() as process:
         answer = process.solve(model.milp, request.deadline)
         if answer.outcome is Outcome.INFEASIBLE:
@@ -212,9 +213,9 @@ def solve_monet(problem: Problem, request: Request, params: MonetParams = MONET)
             raise TimeLimitError("time limit reached before monet found any plan")
         runs = [
             v
-            for t in range(choices.n)
-            for op in (*_rerunnable(choices, t), t)
-            for v in choices.of[op]
+            for t in range(program.n)
+            for op in (*_rerunnable(program, t), t)
+            for v in program.choices[op]
             if values[model.delta[t, v]] > 0.5
         ]
         placed = place_or_pack(

@@ -7,9 +7,7 @@ evictions as far as they fit, and the model is refined.
 
 A hard model with a wide gap leaves the time to coop-offline, while a second process proves bounds
 by relaxations (`planner.exact.dual.bounding`). Other hard models get path cuts
-(`planner.exact.model.paths`). If one still times out, fix-and-refine leads from its solution to a
-plan (`planner.exact.primal.fix_and_refine`). If only placement fails, slightly smaller logical
-budgets are tried.
+(`planner.exact.model.paths`). If only placement fails, slightly smaller logical budgets are tried.
 """
 
 import time
@@ -19,21 +17,19 @@ from dataclasses import replace
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.jit import usable_cpus
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
+from coop_plan.planner.core.schedule import PlacedSchedule
 from coop_plan.planner.exact.dual.background import BoundingProcess
 from coop_plan.planner.exact.incumbent import Incumbent
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams
-from coop_plan.planner.exact.primal.fix_and_refine import FixAndRefine
 from coop_plan.planner.exact.primal.guided_replan import GuidedReplan
 from coop_plan.planner.exact.primal.intervals import schedule_intervals
-from coop_plan.planner.exact.primal.packing import LayoutConflict, place_or_conflict, place_or_pack
+from coop_plan.planner.exact.primal.packing import place_or_pack
 from coop_plan.planner.exact.primal.readout import Readout
 from coop_plan.planner.exact.refine import Refinement
 from coop_plan.planner.exact.solver.process import SolverProcess, require
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
 from coop_plan.planner.method import Request, Solution
-from coop_plan.planner.placement.layout import WORK_PER_SECOND
 
 
 class _OptimalSolve:
@@ -142,7 +138,7 @@ class _OptimalSolve:
             self.process, self.program, capacity, until, copies=copies, joint=True
         )
         if schedule is not None:
-            self._place_readout(Readout(schedule, [], []))
+            self._place_readout(Readout(schedule, []))
 
     def _solve_smaller_arenas(self, rounds: Refinement) -> None:
         """Refine at smaller capacities until a schedule has a layout."""
@@ -162,11 +158,9 @@ class _OptimalSolve:
                 return False
             placed = self._place_readout(readout)
             if readout.overflows:
-                if rounds.timed_out:
-                    if not self.offline_improved:
-                        self.offline_improved = True
-                        self._improve_offline(self.params.search.offline_share, self.finished)
-                    self._fix_and_refine(rounds)
+                if rounds.timed_out and not self.offline_improved:
+                    self.offline_improved = True
+                    self._improve_offline(self.params.search.offline_share, self.finished)
                 if not rounds.refine(readout.overflows):
                     return False
             elif not rounds.proves or rounds.timed_out or not rounds.tighten():
@@ -182,28 +176,6 @@ class _OptimalSolve:
         finally:
             self._offer_heuristic()
 
-    def _fix_and_refine(self, rounds: Refinement) -> None:
-        """Derive a plan from the last solution, within smaller capacities if layouts fail."""
-        arena, params = self.request.arena_bytes, self.params.search
-        unit = self.program.problem.alignment
-        for share in params.fix_arenas:
-            if share < 1:
-                rounds = self._within(rounds, int(arena * share))
-                if rounds.round() is None:
-                    return
-            assert rounds.residency is not None
-            now = time.monotonic()
-            until = now + (self.deadline - now) * params.fix_share
-            capacity = min(rounds.capacity, arena // unit * unit)
-            search = FixAndRefine(
-                self.program, self.process, capacity, until, self._place, self.params
-            )
-            placed = search.run(rounds.residency, self.incumbent.cost_us)
-            if placed is not None:
-                self._offer(placed)
-            if placed is not None or not search.margins:
-                return
-
     def _within(self, rounds: Refinement, arena: int) -> Refinement:
         """Copy of the rounds' state for a smaller arena (bytes), at which bounds do not count."""
         smaller = replace(
@@ -216,12 +188,6 @@ class _OptimalSolve:
         smaller.gap = self.params.search.small_gap
         smaller.paths.paths = list(rounds.paths.paths)
         return smaller
-
-    def _place(self, schedule: Schedule) -> PlacedSchedule | LayoutConflict:
-        """Lay the schedule out within the arena, or return the layout conflict."""
-        left = max(0.0, self.deadline - time.monotonic())
-        work = min(self.params.search.place_work, int(left * WORK_PER_SECOND))
-        return place_or_conflict(schedule, self.request.arena_bytes, work)
 
     def _offer(self, placed: PlacedSchedule) -> None:
         """Offer a placed schedule of the program, whose tensors are SSA versions."""

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from coop_plan.planner.core.params import Count, Params, Ratio, Seconds, Share, Size, Within
+from coop_plan.planner.core.params import Count, Factor, Params, Ratio, Seconds, Share, Size, Within
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,6 @@ class SearchParams(Params):
     transfer_bounding_share: Share = 0.4
     """With transfers, share of the time left until the bounding process ends."""
 
-    fix_share: Share = 0.9
-    """Share of the time left for one run of fix-and-refine."""
-
-    fix_arenas: tuple[Share, ...] = (1.0, 0.99, 0.975)
-    """Budgets of fix-and-refine, as shares of the arena, tried in order on layout conflicts."""
-
     shrunk_arenas: tuple[Share, ...] = (0.995, 0.99, 0.98, 0.96, 0.93)
     """Budgets of further rounds, as shares of the arena, tried in order on layout conflicts."""
 
@@ -60,9 +54,6 @@ class SearchParams(Params):
     """
     Gap (cost / bound - 1) to which models of smaller budgets are solved, and below which none are.
     """
-
-    place_work: Size = 1_000_000_000
-    """Work limit of `planner.placement.layout.lay_out` in fix-and-refine, if time allows."""
 
     joint_ops: Size = 20
     """Up to this many ops eviction and layout are solved as one model, if both in turn fail."""
@@ -130,7 +121,7 @@ class RefinementParams(Params):
     """On one processor, share of the time left that the bounding process runs alone."""
 
     shares: RoundShares = RoundShares(0.12, 0.12, 0.05)
-    """Time shares on hard models; the rest is for fix-and-refine and further rounds."""
+    """Time shares on hard models; the rest is for further rounds."""
 
     final_shares: RoundShares = RoundShares(0.25, 0.9, 0.5)
     """Time shares of the final rounds, when nothing else is left to do."""
@@ -187,8 +178,20 @@ class PathCutParams(Params):
 class LnsParams(Params):
     """Large neighbourhood search on the time-point model (see `planner.exact.primal.lns`)."""
 
-    widths: tuple[Share, ...] = (0.1, 0.2, 0.3)
-    """Neighbourhood sizes as shares of the program's ops; one is drawn for each neighbourhood."""
+    first_width: Share = 0.12
+    """Initial share of the program in a neighbourhood."""
+
+    widen: Factor = 1.1
+    """Factor on that share after a neighbourhood that was solved to its end."""
+
+    narrow: Share = 0.7
+    """Factor on that share after a neighbourhood that hit its time or node limit."""
+
+    min_width: Share = 0.04
+    """Lower limit of that share."""
+
+    max_width: Share = 0.7
+    """Upper limit of that share."""
 
     step_seconds: Seconds = 3.0
     """Time limit of one neighbourhood, s."""
@@ -198,41 +201,6 @@ class LnsParams(Params):
 
     relative_gap: Ratio = 1e-3
     """Relative gap to which a neighbourhood is solved."""
-
-
-@dataclass(frozen=True)
-class FixAndRefineParams(Params):
-    """Windows between fixed time points (see `planner.exact.primal.fix_and_refine`)."""
-
-    gap: Ratio = 5e-3
-    """Absolute gap, as a share of the base cost, to which a window is solved."""
-
-    window_share: Share = 0.25
-    """Time limit of a window as a share of the time left."""
-    window_seconds: Seconds = 1.0
-    """Minimum time limit of a window, s."""
-
-    points_per_window: Count = 4
-    """Time points added to a window at once."""
-
-    margin_share: Share = 0.01
-    """Minimum step of a margin after a layout conflict, as a share of the capacity."""
-    excess_share: Ratio = 0.33
-    """Minimum step of a margin after a layout conflict, as a multiple of its excess."""
-
-    max_conflicts: Count = 3
-    """Memory conflicts of an op at a position before it may not be recomputed there."""
-
-
-@dataclass(frozen=True)
-class RepairParams(Params):
-    """Repairs of schedules that overflow (see `planner.exact.primal.repair`)."""
-
-    max_cost_share: Ratio = 0.02
-    """Maximum recompute cost of the evictions for one overflow, as a share of the base cost."""
-
-    max_runs: Count = 3
-    """Runs of an op for the same position above which evictions count as thrashing."""
 
 
 @dataclass(frozen=True)
@@ -326,8 +294,6 @@ class ExactParams:
     model: ModelParams = ModelParams()
     path_cuts: PathCutParams = PathCutParams()
     lns: LnsParams = LnsParams()
-    fix_and_refine: FixAndRefineParams = FixAndRefineParams()
-    repair: RepairParams = RepairParams()
     guided_replan: GuidedReplanParams = GuidedReplanParams()
     bounding: BoundingParams = BoundingParams()
     packing: PackingParams = PackingParams()

@@ -62,8 +62,6 @@ class Refinement:
     """True if a round left the time to coop-offline and the bounding process."""
     final: bool = False
     """True if rounds may use all the time left."""
-    residency: Residency | None = None
-    """Residency outline of the last solution; None if there was none."""
     gap: float = field(init=False)
     """Absolute gap to which models are solved, as a share of the base cost."""
     paths: PathCuts = field(init=False)
@@ -88,11 +86,10 @@ class Refinement:
             )
             answer = self._solve(model)
             if answer.values is None:
-                self.residency = None
                 return None
             try:
-                self.residency = Residency.of(model, answer.values)
-                return read_out(self.program, self.residency, self.capacity)
+                residency = Residency.of(model, answer.values)
+                return read_out(self.program, residency, self.capacity)
             except NotRecomputableError as error:
                 if error.position in self.points:
                     return None
@@ -112,7 +109,7 @@ class Refinement:
                 return NO_RESULT
         if self.hard:
             bound = self.paths.strengthen(self.process.relax, model, now + remaining * shares.cuts)
-            self._prove(bound * model.cost_unit)
+            self._prove(model.bound_us(bound))
             if self._yields_to_bounding():
                 return NO_RESULT
             now = time.monotonic()
@@ -140,7 +137,7 @@ class Refinement:
         bounding, incumbent, params = self.bounding, self.incumbent, self.params.refinement
         if bounding is None or self.yielded or not self.proves:
             return False
-        proved = incumbent.bound_us > incumbent.problem.base_cost_us
+        proved = incumbent.bound_us > incumbent.problem.floor_us
         wide = params.wide_gap
         if self.program.host_link is not None:
             proved, wide = True, params.wide_gap_transfers
@@ -159,17 +156,16 @@ class Refinement:
     def _attempt(self, model: TimePointModel, until: float) -> Answer:
         def report(progress: SolveProgress) -> None:
             if self.proves:
-                base_us = self.incumbent.problem.base_cost_us
-                self.incumbent.report(base_us + progress.bound * model.cost_unit)
+                self.incumbent.report(model.bound_us(progress.bound))
 
         answer = self.process.solve(model.milp, until, gap=self.gap * COST_SCALE, progress=report)
         if answer.outcome is not Outcome.INFEASIBLE:
-            self._prove(answer.bound * model.cost_unit)
+            self._prove(model.bound_us(answer.bound))
         return answer
 
-    def _prove(self, recompute_us: float) -> None:
+    def _prove(self, bound_us: float) -> None:
         if self.proves:
-            self.incumbent.prove(recompute_us)
+            self.incumbent.prove(bound_us)
 
     def refine(self, overflows: list[Overflow]) -> bool:
         """Add time points or cuts at the overflows of the last readout; False if none are new."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from coop_plan.planner.core.params import Count, Factor, Params, Seconds, Share, Size
+from coop_plan.planner.core.params import Count, Params, Seconds, Share, Size
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,11 @@ class VariantParams(Params):
 
     nodes: Count = 20
     """Branch-and-bound node limit of a neighbourhood without a time limit."""
+
+    joint_shares: tuple[Share, ...] = (0.1, 0.5, 0.4, 0.4, 0.9)
+    """With transfers, shares of the time left: for the default variants, the search without
+    transfers, the plans of its variants and of the relaxed program's, and the best plan.
+    """
 
     default_variants_share: Share = 0.1
     """Share of the time for the first schedule, in default variants only."""
@@ -55,35 +60,11 @@ class VariantParams(Params):
     points_per_round: Count = 4
     """Time points (or cuts) added after a readout that does not fit."""
 
-    first_width: Share = 0.12
-    """Initial share of the program in a neighbourhood."""
-
-    widen: Factor = 1.1
-    """Factor on that share after a neighbourhood that was solved to its end."""
-
-    narrow: Share = 0.7
-    """Factor on that share after a neighbourhood that hit its time or node limit."""
-
-    min_width: Share = 0.04
-    """Lower limit of that share."""
-
-    max_width: Share = 0.7
-    """Upper limit of that share."""
-
     repair_rounds: Size = 40
     """Most neighbourhoods solved around overfull segments of the whole program's solution."""
 
     max_read_excess: Share = 0.01
     """Solutions are read out if they cost at most this share more than the best schedule."""
-
-    step_seconds: Seconds = 3.0
-    """Time limit of one neighbourhood, s."""
-
-    relative_gap: Share = 1e-3
-    """Relative gap to which a neighbourhood is solved."""
-
-    patience: Count = 5
-    """Consecutive neighbourhoods without improvement that end a search without a time limit."""
 
     small_ops: Count = 60
     """Up to this many ops every op is a time point; programs are solved with a limit only."""

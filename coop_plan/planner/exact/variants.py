@@ -1,7 +1,13 @@
-"""Choice of variants: the search over them, combined with a method that plans default variants."""
+"""Choice of variants: the search over them, then other orders of first runs, and transfers.
+
+With a link to the host, the search without it comes first. coop-offline then plans recomputes and
+transfers of the variants that it chose, and each run's variant is re-selected in the best schedule.
+Meanwhile a process proves bounds by the program of variants and transfers together.
+"""
 
 import contextlib
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,51 +15,59 @@ import numpy as np
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
+from coop_plan.planner.exact.dual.background import BoundingProcess
+from coop_plan.planner.exact.incumbent import OPTIMALITY_TOLERANCE, SOLVER_TOLERANCE
+from coop_plan.planner.exact.model.milp import INFINITY
+from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.variants import fix_variants, restore_variants
-from coop_plan.planner.exact.primal.variant_search import VariantSearch
+from coop_plan.planner.exact.params import DEFAULTS as EXACT
+from coop_plan.planner.exact.primal.reselection import Reselection
+from coop_plan.planner.exact.primal.variant_search import VariantSearch, solver_installed
 from coop_plan.planner.exact.variant_params import DEFAULTS, VariantParams
-from coop_plan.planner.heuristic.coop_offline import in_any_order, solve_coop_offline
-from coop_plan.planner.method import Request, Solution, Solve
+from coop_plan.planner.heuristic.coop_offline import (
+    CoopOffline,
+    in_any_order,
+    solve_coop_offline,
+)
+from coop_plan.planner.method import Request, Solution
+from coop_plan.planner.placement.layout import lay_out
 from coop_plan.planner.search.compute.annealing import cheaper, reordered
 
 
 def solve_with_variants(
-    problem: Problem,
-    request: Request,
-    method: Solve,
-    *,
-    prove: bool,
-    params: VariantParams = DEFAULTS,
+    problem: Problem, request: Request, *, prove: bool, params: VariantParams = DEFAULTS
 ) -> Solution:
     """Returns the cheapest schedule found with a variant per run; with `prove` also its bound.
 
-    The search starts from coop-offline's schedule of default variants. With transfers half of the
-    time goes to `method`, which uses default variants only, as the search over variants has no
-    transfers. The cheaper schedule wins, and there is no bound. There is none either if an op
-    overwrites a tensor in the arena, which the program does not model. First runs are in program
-    order; the remaining time goes to other orders of the chosen runs. Without a time limit,
-    coop-offline's schedule of default variants in any order is returned if it costs less.
+    The bound is that of program order, with all variants and transfers that the problem offers.
 
     Raises:
         DoesNotFitError: no schedule was found.
     """
-    transfers = "transfers" in problem.beyond_recomputation
-    share = 0.5 if transfers else params.default_variants_share
-    until = None
-    end, reorder = request.deadline, False
-    if end is not None:
-        now = time.monotonic()
-        until = now + (end - now) * share
-        reorder = not (transfers or request.any_schedule or "reorder" in request.off)
-        if reorder:
-            request = replace(request, deadline=end - (end - now) * params.reorder_share)
+    if "transfers" in problem.beyond_recomputation:
+        return _with_transfers(problem, request, prove=prove, params=params)
+    return _recomputing(problem, request, prove=prove, params=params)
+
+
+def _recomputing(
+    problem: Problem, request: Request, *, prove: bool, params: VariantParams
+) -> Solution:
+    """As `solve_with_variants`, without transfers.
+
+    The search starts from coop-offline's schedule of default variants. First runs are in program
+    order; the remaining time goes to other orders of the chosen runs. Without a time limit,
+    coop-offline's schedule of default variants in any order is returned if it costs less.
+    """
+    end = request.deadline
+    any_order = not (request.any_schedule or "reorder" in request.off)
+    if any_order:
+        request = request.part(1 - params.reorder_share)
     search = VariantSearch(problem, request, params)
     default: Solution | None = None
     with contextlib.suppress(DoesNotFitError, TimeLimitError):
-        first = method if transfers else solve_coop_offline
-        default = first(problem, replace(request.in_program_order(), deadline=until))
-        if not transfers:
-            search.offer(default.placed)
+        first = request.in_program_order().part(params.default_variants_share)
+        default = solve_coop_offline(problem, first)
+        search.offer(default.placed)
     if not (request.any_schedule and default is not None):
         try:
             search.run(prove=prove and not request.any_schedule)
@@ -64,30 +78,180 @@ def solve_with_variants(
         assert default is not None
         search.placed = default.placed
     solution = Solution(search.placed)
-    if prove and not transfers and not any(problem.overwritten):
+    if prove:
         solution = replace(
             solution,
             status="optimal" if search.proved else "feasible",
             lower_bound_us=min(search.bound_us, search.cost_us),
             bound_model="program-order",
         )
-    if end is None and not (transfers or request.any_schedule or "reorder" in request.off):
-        solution = cheaper(problem, solution, in_any_order(problem, request))
-    if reorder:
-        placed = _reordered(problem, replace(request, deadline=end), search.placed)
-        solution = cheaper(problem, solution, placed)
-    return solution
+    if not any_order:
+        return solution
+    if end is None:
+        return cheaper(problem, solution, in_any_order(problem, request))
+    return cheaper(
+        problem, solution, _reordered(problem, replace(request, deadline=end), search.placed)
+    )
+
+
+class _JointSearch:
+    """Recomputes, transfers and variants together: `placed` is the cheapest schedule so far."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        request: Request,
+        params: VariantParams,
+        bound_us: Callable[[], float],
+    ) -> None:
+        self.problem, self.request, self.params = problem, request, params
+        self.bound_us = bound_us
+        self.placed: PlacedSchedule | None = None
+        self.error: DoesNotFitError | TimeLimitError = DoesNotFitError(-1)
+        self._methods: dict[tuple[int, ...], CoopOffline] = {}
+        """The method by assignment of one variant an op."""
+
+    def run(self) -> PlacedSchedule:
+        """Plan the default variants, those of the search without transfers, and the program's.
+
+        Raises:
+            DoesNotFitError: no schedule was found.
+            TimeLimitError: none was found in time.
+        """
+        default, alone, start, relaxation, rest = self.params.joint_shares
+        request = self.request
+        self._plan(range(self.problem.op_count), default)
+        if request.any_schedule and self.placed is not None:
+            return self.placed
+        with self._keeping_errors():
+            unlinked = replace(self.problem, host_budget=0)
+            found = _recomputing(
+                unlinked, request.part(alone), prove=False, params=self.params
+            ).placed
+            every = range(len(self.problem.variants))
+            self._offer(restore_variants(self.problem, every, found))
+            chosen = _first_variants(found.schedule)
+            self._plan(chosen, start, _ops(found.schedule))
+        if request.any_schedule and self.placed is not None:
+            return self.placed
+        relaxed = self._relaxed()
+        if relaxed is not None:
+            self._plan(relaxed, relaxation)
+        if self.placed is None:
+            raise self.error
+        self._improve(request.part(rest).deadline)
+        self._reselect()
+        return self.placed
+
+    def proved(self) -> bool:
+        """True if the cost of the best schedule is within the tolerance of the bound."""
+        cost_us = INFINITY if self.placed is None else self.placed.cost_us
+        return cost_us <= self.bound_us() * (1 + OPTIMALITY_TOLERANCE)
+
+    @contextlib.contextmanager
+    def _keeping_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (DoesNotFitError, TimeLimitError) as error:
+            self.error = error
+
+    def _offer(self, placed: PlacedSchedule) -> None:
+        fits = placed.arena_bytes <= self.request.arena_bytes
+        if fits and (self.placed is None or placed.cost_us < self.placed.cost_us):
+            self.placed = placed
+
+    def _plan(
+        self, chosen: Sequence[int], share: float, start: tuple[int, ...] | None = None
+    ) -> None:
+        """Plan the step of these variants by coop-offline, in a share of the time left."""
+        key = tuple(chosen)
+        if key in self._methods or self.proved() or self.request.out_of_time():
+            return
+        request = replace(self.request.part(share), progress=None, start=start)
+        with self._keeping_errors():
+            method = CoopOffline(fix_variants(self.problem, chosen), request)
+            method.begin()
+            self._methods[key] = method
+            self._offer(restore_variants(self.problem, chosen, method.solution().placed))
+
+    def _improve(self, end: float | None) -> None:
+        """Improve the cheapest of the plans of one variant an op until then."""
+        costs = dict[tuple[int, ...], float]()
+        for chosen, method in self._methods.items():
+            with contextlib.suppress(DoesNotFitError, TimeLimitError):
+                costs[chosen] = method.solution().placed.cost_us
+        if end is not None and costs:
+            chosen = min(costs, key=costs.__getitem__)
+            method = self._methods[chosen]
+            method.improve(end, self.proved)
+            self._offer(restore_variants(self.problem, chosen, method.solution().placed))
+
+    def _reselect(self) -> None:
+        """Re-select the variant of each run of the best schedule."""
+        assert self.placed is not None
+        problem, arena = self.problem, self.request.arena_bytes
+        reselection = Reselection(Program.of(problem, variants=True), problem.rounded(arena))
+        better = reselection.improve(self.placed.schedule, self.request.out_of_time)
+        if better.cost_us < self.placed.cost_us:
+            self._offer(lay_out(better, arena).placed)
+
+    def _relaxed(self) -> list[int] | None:
+        """The variants chosen by the relaxed program; None without a solver or a time limit."""
+        if self.request.deadline is None or self.request.any_schedule or not solver_installed():
+            return None
+        return VariantSearch(self.problem, self.request, self.params).relaxed_choice()
+
+
+def _with_transfers(
+    problem: Problem, request: Request, *, prove: bool, params: VariantParams
+) -> Solution:
+    """As `solve_with_variants`, with transfers."""
+    if not prove or request.any_schedule:
+        search = _JointSearch(problem, request, params, lambda: problem.floor_us)
+        return Solution(search.run())
+    if request.deadline is None:
+        seconds = EXACT.search.default_seconds
+        request = replace(request, deadline=time.monotonic() + seconds)
+    with BoundingProcess() as bounding:
+        program = Program.of(problem, variants=True)
+        bounding.begin(program, program.problem.rounded(request.arena_bytes), set())
+        best_us = problem.floor_us
+
+        def bound_us() -> float:
+            nonlocal best_us
+            proved = bounding.proved() - problem.base_cost_us * SOLVER_TOLERANCE
+            best_us = max(best_us, proved)
+            return best_us
+
+        placed = _JointSearch(problem, request, params, bound_us).run()
+        bound, cost_us = bound_us(), placed.cost_us
+    if cost_us < bound * (1 - OPTIMALITY_TOLERANCE):  # in another order of first runs
+        return Solution(placed, "feasible", problem.floor_us, "any")
+    proved = cost_us <= bound * (1 + OPTIMALITY_TOLERANCE)
+    return Solution(
+        placed, "optimal" if proved else "feasible", min(bound, cost_us), "program-order"
+    )
+
+
+def _ops(schedule: Schedule) -> tuple[int, ...]:
+    """The ops of a schedule's runs."""
+    variants = schedule.problem.variants
+    return tuple(variants[v].op for v in schedule.variants if v >= 0)
+
+
+def _first_variants(schedule: Schedule) -> list[int]:
+    """Per op the variant of its first run."""
+    chosen: dict[int, int] = {}
+    for v in schedule.variants:
+        if v >= 0:
+            chosen.setdefault(schedule.problem.variants[v].op, v)
+    return [chosen[op] for op in range(schedule.problem.op_count)]
 
 
 def _reordered(problem: Problem, request: Request, placed: PlacedSchedule) -> PlacedSchedule | None:
     """A cheaper schedule in any order, each op in the variant of its first run, or None."""
-    chosen: dict[int, int] = {}
-    ops: list[int] = []
-    for variant in placed.schedule.variants:
-        ops.append(problem.variants[variant].op)
-        chosen.setdefault(ops[-1], variant)
-    variants = [chosen[op] for op in range(problem.op_count)]
-    sequence = np.array(ops, dtype=np.int64)
+    variants = _first_variants(placed.schedule)
+    sequence = np.array(_ops(placed.schedule), dtype=np.int64)
     try:
         alone = fix_variants(problem, variants)
         Schedule.of(alone, sequence)

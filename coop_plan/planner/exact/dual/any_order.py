@@ -15,7 +15,7 @@ from coop_plan.planner.exact.solver.milp_solvers import solve_milp
 class AnyOrderBounding:
     """Models at one capacity (bytes), each with twice as many time points as the one before.
 
-    Each lower bound on the recompute cost (µs) is passed to `report`.
+    Each lower bound (µs) is passed to `report`.
     """
 
     program: Program
@@ -37,7 +37,7 @@ class AnyOrderBounding:
 
     def _solve(self, model: AnyOrderModel) -> None:
         def report(progress: SolveProgress | Answer) -> None:
-            self.report(progress.bound * model.cost_unit)
+            self.report(model.bound_us(progress.bound))
 
         answer = solve_milp(SolveMilp(model.milp), INFINITY, report)
         if answer.outcome is not Outcome.INFEASIBLE:

@@ -45,7 +45,7 @@ class BoundingProcess(Child):
             self._started = self.running = self.send(job)
 
     def proved(self, until: float = 0.0) -> float:
-        """Returns the best new lower bound on the recompute cost (µs), −∞ if there is none.
+        """Returns the best new lower bound on the cost (µs), −∞ if there is none.
 
         Waits for a bound until then (a `time.monotonic` value, s).
 

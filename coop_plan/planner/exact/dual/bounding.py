@@ -31,7 +31,7 @@ class Bounding:
     """Increasingly tight relaxations at one capacity (bytes).
 
     `points` are the time points so far, initially some that are known to matter. Each lower bound
-    on the recompute cost (µs) is passed to `report`.
+    on the cost (µs) is passed to `report`.
     """
 
     program: Program
@@ -85,9 +85,8 @@ class Bounding:
     def _relax(self, points: set[int], paths: PathCuts) -> float:
         chosen = sorted({*points, self.program.n})
         model = TimePointModel(self.program, self.capacity, chosen, (), self.params.model)
-        unit = model.cost_unit
         bound = paths.strengthen(
-            _local_relax(), model, INFINITY, lambda bound: self.report(bound * unit)
+            _local_relax(), model, INFINITY, lambda bound: self.report(model.bound_us(bound))
         )
         if model.transfers is not None and not paths.quick and bound > self._best:
             self._best, self._model = bound, model
@@ -111,12 +110,12 @@ class Bounding:
         limit = self.params.bounding.integral_max_columns
         if self._model is None or len(self._model.milp.lower) > limit:
             return
-        unit = self._model.cost_unit
+        bound_us = self._model.bound_us
         answer = solve_milp(
-            SolveMilp(self._model.milp), seconds, lambda p: self.report(p.bound * unit)
+            SolveMilp(self._model.milp), seconds, lambda p: self.report(bound_us(p.bound))
         )
         if answer.outcome is not Outcome.INFEASIBLE:
-            self.report(answer.bound * unit)
+            self.report(bound_us(answer.bound))
 
     def _next_spread(self) -> list[int]:
         points = initial_points(self.program, self.capacity, self._spread_count)

@@ -52,7 +52,7 @@ class AnyOrderModel:
         producer, unconstrained = self.program.problem.producer, self.program.unconstrained
         self._inputs = [
             [t for t in dict.fromkeys(reads) if producer[t] >= 0 and not unconstrained[t]]
-            for reads in self.program.reads
+            for reads in self.program.read_by_all
         ]
         self._read_tensors = sorted({t for reads in self._inputs for t in reads})
         self._ran: list[list[int]] = []
@@ -69,6 +69,10 @@ class AnyOrderModel:
         self._outputs()
         for k, point in enumerate(self.points):
             self._memory(k, point)
+
+    def bound_us(self, bound: float) -> float:
+        """Cost of a whole step for a bound in the model's units, µs."""
+        return self.program.problem.base_cost_us + bound * self.cost_unit
 
     def _first_runs(self, point: int) -> list[int]:
         # [Variable] D[k, v], constant for ancestors and descendants.

@@ -8,7 +8,7 @@ the op v that makes it. The columns, used only without transfers, as a prefetch 
 too:
 
     B[k, d]   buffers of d at the end of segment k
-    E[k, v]   runs of v in segment k beyond Y[k, v] and its first run
+    E[k, v]   runs of v in segment k beyond its first run and one in each variant, Y[k, ·]
 
 Why the optimum is a bound: take any plan that the verifier accepts, with B and E as defined. Every
 buffer of d is made by a run of v and every run of w ends one. So B grows by at most the runs of v
@@ -53,10 +53,14 @@ class Overwriting:
             if maker > point or not versions:
                 continue
             limits = [float(max(1, model.capacity // program.problem.size[d])) for _, d in versions]
-            if program.until[maker] > max(start, maker):
+            variants = program.choices[maker]
+            if max(program.until[v] for v in variants) > max(start, maker):
                 # [Variable] E[k, v]: at most what may remain and what may end in the segment.
-                ending = sum(2.0 + milp.upper[extra[w]] if w in extra else 2.0 for w, _ in versions)
-                cost = program.problem.cost[maker] / model.cost_unit
+                ending = sum(
+                    1.0 + len(program.choices[w]) + (milp.upper[extra[w]] if w in extra else 0.0)
+                    for w, _ in versions
+                )
+                cost = min(map(model.cost, variants))
                 extra[maker] = milp.column(0.0, sum(limits) + ending, cost, integer=False)
             for (writer, d), limit in zip(versions, limits, strict=True):
                 # [Variable] B[k, d].
@@ -64,7 +68,8 @@ class Overwriting:
                 terms = [(self.buffers[d], 1.0)]
                 terms += [(before[d], -1.0)] if d in before else []
                 for op, sign in (maker, -1.0), (writer, 1.0):
-                    terms += [(runs[op], sign) for runs in (model.y[k], extra) if op in runs]
+                    again = [model.y[k][v] for v in program.choices[op] if v in model.y[k]]
+                    terms += [(c, sign) for c in again + ([extra[op]] if op in extra else [])]
                 # [Constraint] B[k, d] ≤ B[k−1, d] + runs of v − runs of w.
                 milp.row(terms, -INFINITY, float((start < maker) - (start < writer <= point)))
                 self._residency_row(k, writer, d)

@@ -2,7 +2,8 @@
 
 Let tensor t be needed after τ_j and not after τ_k, and let t, t₁, …, t_m be a path of the graph
 against its edges: each is an input of the op that makes the one before it. Then one of them was
-still resident at τ_j, or the op v that makes the last one is recomputed in between:
+still resident at τ_j, or the op v that makes the last one is recomputed in between. If ops have
+variants, each of them reads the input. Then
 
     Σ_i X[j, t_i] + Σ_{j<i≤k} Y[i, v] ≥ 1        (≥ X[l, t], j < l ≤ k, where t is only resident)
 
@@ -133,10 +134,8 @@ def _terms(model: TimePointModel, path: Path) -> tuple[dict[int, float], float]:
         if model.transfers is not None:
             back = model.transfers.prefetch_columns(low, high, t, copied=t in path.via_host_copy)
             terms |= dict.fromkeys(back, 1.0)
-    maker = model.program.problem.producer[path.tensors[-1]]
     for k in range(low + 1, high + 1):
-        if maker in model.y[k]:
-            terms[model.y[k][maker]] = 1.0
+        terms |= dict(model.recomputed(k, path.tensors[-1]))
     return terms, demand
 
 

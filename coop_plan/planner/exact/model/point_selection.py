@@ -85,7 +85,7 @@ class Ancestry:
             for t in program.makes[earlier]
             if problem.is_output[t] or not later.isdisjoint(problem.consumers[t])
         }
-        return program.workspace(op) + sum(problem.size[t] for t in live.union(program.makes[op]))
+        return problem.workspace[op] + sum(problem.size[t] for t in live.union(program.makes[op]))
 
 
 def _reached(op: int, edges: Sequence[Iterable[int]]) -> set[int]:

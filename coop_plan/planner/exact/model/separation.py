@@ -19,9 +19,10 @@ Matrix = FloatTable
 class RelaxedSolution(NamedTuple):
     """Values of a relaxation as matrices: time point number × op, or × tensor.
 
-    `rerun` is Y, `prefetched` L and `on_host` G (no columns without transfers). `kept` is the share
-    of a tensor resident after a time point. `demand` is X, or 1 for inputs of first runs in the
-    segment (`first`). Reads are CSR: op v reads `reads[reads_ptr[v]:reads_ptr[v + 1]]`.
+    `rerun` is Σ Y over variants, `prefetched` L and `on_host` G (no columns without transfers).
+    `kept` is the share of a tensor resident after a time point. `demand` is X, or 1 for inputs of
+    first runs in the segment (`first`). Reads are CSR: all variants of op v read
+    `reads[reads_ptr[v]:reads_ptr[v + 1]]`.
     """
 
     points: Ints
@@ -48,16 +49,16 @@ class RelaxedSolution(NamedTuple):
         first = np.zeros(shape, dtype=np.bool_)
         unconstrained = np.array(program.unconstrained, dtype=np.bool_)
         for k, point in enumerate(model.points):
-            parts = [(rerun, model.y[k])]
+            for v, rerun_column in model.y[k].items():
+                rerun[k, program.problem.variants[v].op] += values[rerun_column]
             if transfers is not None:
                 copies = (prefetched, transfers.prefetched[k]), (on_host, transfers.host_copies[k])
-                parts += copies
-            for matrix, columns in parts:
-                matrix[k, list(columns)] = values[list(columns.values())]
+                for matrix, columns in copies:
+                    matrix[k, list(columns)] = values[list(columns.values())]
             for t, column in model.x[k].items():
                 kept[k, t] = demand[k, t] = 1.0 if column is None else values[column]
-            for number, column in model.z[k].items():
-                kept[k, program.inplace_pairs[point][number][1]] -= values[column]
+            for (_, source), column in model.z[k].items():
+                kept[k, source] -= values[column]
             kept[k, unconstrained | (producer >= point)] = 1.0
             first[k, model.first_run_inputs(k)] = True
         demand[first] = 1.0
@@ -70,8 +71,8 @@ class RelaxedSolution(NamedTuple):
             demand,
             first,
             producer,
-            np.cumsum([0, *map(len, program.reads)], dtype=np.int64),
-            np.array([t for reads in program.reads for t in reads], dtype=np.int64),
+            np.cumsum([0, *map(len, program.read_by_all)], dtype=np.int64),
+            np.array([t for reads in program.read_by_all for t in reads], dtype=np.int64),
         )
 
 

@@ -15,16 +15,16 @@ the segments between them. These are its columns for offloads and prefetches, on
 A prefetch that begins in segment k has no column of its own: it is A[k] − A[k−1] + L[k].
 
 Why the optimum is a bound. Take any plan that the verifier accepts, with first runs in program
-order and in default variants. An *episode* of a tensor is a maximal stretch of steps over which at
-least one of its buffers is live. Within an episode the tensor is readable from its first run or
-from the first wait for a prefetch, whichever comes first; until then it is arriving. A step that
-reads the tensor follows that moment; an episode without it is useless and ignored. So let X[k, d]
-be 1 if τ_k runs in the readable part of an episode, and A[k, d] if it runs in the arriving part: at
-least these bytes are taken. An episode that begins with a prefetch and becomes readable by a wait
-gives one prefetch that begins and is waited for within it (L[k, d] at its wait). Prefetches of
-different episodes are different. An episode that lies within one segment is ignored if the tensor
-was readable before in that segment or is recomputed there: the model has the tensor in that segment
-anyway. In-place pairs end an episode or save nothing.
+order and in the variants of the program. An *episode* of a tensor is a maximal stretch of steps
+over which at least one of its buffers is live. Within an episode the tensor is readable from its
+first run or from the first wait for a prefetch, whichever comes first; until then it is arriving. A
+step that reads the tensor follows that moment; an episode without it is useless and ignored. So let
+X[k, d] be 1 if τ_k runs in the readable part of an episode, and A[k, d] if it runs in the arriving
+part: at least these bytes are taken. An episode that begins with a prefetch and becomes readable by
+a wait gives one prefetch that begins and is waited for within it (L[k, d] at its wait). Prefetches
+of different episodes are different. An episode that lies within one segment is ignored if the
+tensor was readable before in that segment or is recomputed there: the model has the tensor in that
+segment anyway. In-place pairs end an episode or save nothing.
 
 An episode that begins with a prefetch has no live buffer before it. So an offload was waited for
 earlier, as otherwise its buffer could not have ended. C counts those waits, except waits at which
@@ -208,11 +208,8 @@ class Transfers:
     def _copy_engines(self, k: int) -> None:
         """[Constraint] the work of a copy engine in segment k takes no longer than the segment."""
         model, milp = self.model, self.model.milp
-        program = model.program
-        cost = [*program.problem.cost, 0.0]
-        point, start = model.points[k], model.start(k)
-        least = sum(cost[op] for op in range(start + 1, point + 1)) / model.cost_unit
-        last = cost[point] / model.cost_unit
+        first = model.program.choices[model.start(k) + 1 : model.points[k]]
+        last = model.program.choices[model.points[k] : model.points[k] + 1]
         upper = sum(
             2 * (self.to_host[t] + self.to_device[t])
             for t in {*self.offloaded[k], *self.prefetched[k]}
@@ -222,7 +219,10 @@ class Transfers:
         offload_done = milp.column(0.0, upper, 0.0, integer=False)
         self.early_work.append((prefetch_done, offload_done))
         segment = [(self.stall[k], -1.0)]
-        segment += [(c, -cost[v] / model.cost_unit) for v, c in model.y[k].items() if cost[v]]
+        segment += [(c, -model.cost(v)) for v, c in model.y[k].items() if model.cost(v)]
+        before, chosen = self._first_run_time(first)
+        at, chosen_last = self._first_run_time(last)
+        segment += chosen
         # [Constraint] V[k] ≤ Σ µs of arriving prefetches.
         arriving = [(c, -self.to_device[t]) for t, c in self.arriving[k].items()]
         milp.row([(prefetch_done, 1.0), *arriving], -INFINITY, 0.0)
@@ -236,9 +236,16 @@ class Transfers:
         for engine, (column, work) in enumerate(awaited):
             earlier = [(self.early_work[k - 1][engine], -1.0)] if k else []
             # [Constraint] transfers waited for end before τ_k begins.
-            milp.row([*work, *earlier, *segment], -INFINITY, least - last)
+            milp.row([*work, *earlier, *segment], -INFINITY, before)
             # [Constraint] with V[k] or U[k], the engine's work ends with τ_k.
-            milp.row([*work, (column, 1.0), *earlier, *segment], -INFINITY, least)
+            ended = [*work, (column, 1.0), *earlier, *segment, *chosen_last]
+            milp.row(ended, -INFINITY, before + at)
+
+    def _first_run_time(self, ops: list[tuple[int, ...]]) -> tuple[float, Terms]:
+        """Time of first runs of ops, given by their variants: a constant less the terms' sum."""
+        model = self.model
+        alone = sum(model.cost(v[0]) for v in ops if len(v) == 1)
+        return alone, [(model.f[v], -model.cost(v)) for vs in ops if len(vs) > 1 for v in vs]
 
     def finish(self) -> None:
         """[Constraint] U[k] ≤ Σ µs of offloads, of tensors made by then, that are waited for after

@@ -41,8 +41,8 @@ def schedule_intervals(
         makes=program.makes[: program.n],
         inplace_pairs=problem.inplace,
         overwritten=[[read for _, read in pairs] for pairs in program.overwrites],
-        step_outputs=program.reads[program.n],
-        until=program.until,
+        step_outputs=program.read_by_all[program.n],
+        until=program.until[: program.n],
         cost=problem.cost,
         workspace=[need // unit for need in problem.workspace],
         size=[size // unit for size in problem.size],
@@ -55,7 +55,7 @@ def schedule_intervals(
 def in_order(program: Program, ops: list[int]) -> Schedule:
     """The schedule that runs `ops` in this order and evicts each tensor after its last read."""
     kept: list[set[int]] = []
-    needed = set(program.reads[program.n])
+    needed = set(program.read_by_all[program.n])
     for op in reversed(ops):
         kept.append(set(needed))
         needed -= set(program.makes[op])

@@ -1,17 +1,63 @@
-"""Large neighbourhood search on a time-point model whose solve timed out.
+"""Large neighbourhood search: most of a solution is fixed, the rest of the program is solved.
 
-All tensors and ops outside a random stretch of the program are fixed to the best solution, and the
-remaining model is solved. It proves nothing.
+Shaw, Using constraint programming and local search methods to solve vehicle routing problems, CP
+1998. Free are the tensors of one stretch of the program, those of two stretches of half the length
+(to exchange residents of one for residents of the other), or all decisions of a stretch of
+segments. The share of the program that is free adapts to how the solves end. It proves nothing.
 """
 
 import random
 import time
 from dataclasses import replace
 
-from coop_plan.planner.exact.model.milp import Answer, Outcome
-from coop_plan.planner.exact.model.timepoint import TimePointModel
+from coop_plan.planner.exact.model.milp import Answer, Milp, Outcome
+from coop_plan.planner.exact.model.timepoint import ROUNDING, TimePointModel
 from coop_plan.planner.exact.params import DEFAULTS, LnsParams
 from coop_plan.planner.exact.solver.process import SolverProcess
+
+
+class Neighbourhoods:
+    """Draws neighbourhoods; each of the three kinds adapts its own width."""
+
+    def __init__(self, seed: int, params: LnsParams = DEFAULTS.lns) -> None:
+        self.rng, self.params = random.Random(seed), params  # noqa: S311  (no secret)
+        self.widths = [params.first_width] * 3
+        self._kind = 0
+
+    def next(self, model: TimePointModel, values: list[float]) -> Milp:
+        """The program with a random neighbourhood of a solution free (values per column)."""
+        n, segments = model.program.n, len(model.points)
+        self._kind = self.rng.randrange(3)
+        width = self.widths[self._kind]
+        if self._kind == 0:
+            return neighbourhood(model, values, self._stretch(n, width), range(0))
+        if self._kind == 1:
+            ops = {*self._stretch(n, width / 2), *self._stretch(n, width / 2)}
+            return neighbourhood(model, values, ops, range(0))
+        return neighbourhood(model, values, range(0), self._stretch(segments, width))
+
+    def near_segment(self, model: TimePointModel, values: list[float], k: int) -> Milp:
+        """The program with segments near k and residents of k free, whose memory rows must hold."""
+        width = self.widths[self._kind]
+        near = int(len(model.points) * width / 2) + 1
+        segments = range(max(0, k - near), min(len(model.points), k + near + 1))
+        columns = model.x[k].items()
+        here = (t for t, c in columns if c is None or values[c] > 0.5)
+        most = width / self.params.first_width
+        ops = {model.program.problem.producer[t] for t in here if self.rng.random() < most}
+        return neighbourhood(model, values, ops, segments, segments)
+
+    def _stretch(self, count: int, share: float) -> range:
+        width = int(count * share) + 1
+        low = self.rng.randrange(-width // 2, count)
+        return range(max(0, low), min(count, low + width))
+
+    def adapt(self, outcome: Outcome) -> None:
+        """Widen if the solve ended by itself, narrow if it hit a limit."""
+        ended = outcome in (Outcome.OPTIMAL, Outcome.INFEASIBLE)
+        step = self.params.widen if ended else self.params.narrow
+        width = self.widths[self._kind] * step
+        self.widths[self._kind] = min(self.params.max_width, max(self.params.min_width, width))
 
 
 def improve_by_lns(
@@ -22,37 +68,74 @@ def improve_by_lns(
     params: LnsParams = DEFAULTS.lns,
 ) -> Answer:
     """The answer or a better one, of the same bound. `deadline` is a `time.monotonic` value, s."""
-    assert answer.values is not None
-    rng = random.Random(0)  # noqa: S311  (no secret)
-    positions = _positions(model)
-    best = answer
-    failures = 0
+    neighbourhoods = Neighbourhoods(0, params)
+    best, failures = answer, 0
     while failures < params.patience and time.monotonic() < deadline:
         assert best.values is not None
-        width = int(model.program.n * rng.choice(params.widths)) + 1
-        low = rng.randrange(-width // 2, model.program.n)
-        lower, upper = list(model.milp.lower), list(model.milp.upper)
-        for column, position in positions.items():
-            if not low <= position < low + width:
-                lower[column] = upper[column] = float(round(best.values[column]))
+        part = neighbourhoods.next(model, best.values)
         until = min(deadline, time.monotonic() + params.step_seconds)
-        stretch = replace(model.milp, lower=lower, upper=upper)
-        found = process.solve(stretch, until, relative_gap=params.relative_gap)
-        if found.values is None and found.outcome is Outcome.INFEASIBLE:
-            return best  # the solution was feasible within tolerances only
+        found = process.solve(part, until, relative_gap=params.relative_gap)
+        neighbourhoods.adapt(found.outcome)
+        failures += 1
         if found.values is not None and found.objective < best.objective - 1e-9:
-            best = replace(best, objective=found.objective, values=found.values)
-            failures = 0
-        else:
-            failures += 1
+            best, failures = replace(best, objective=found.objective, values=found.values), 0
     return best
 
 
-def _positions(model: TimePointModel) -> dict[int, int]:
-    """Column → program position of its op, or of its tensor's producer."""
-    producer = model.program.problem.producer
-    positions: dict[int, int] = {}
-    for x, y in zip(model.x, model.y, strict=True):
-        positions |= {column: producer[t] for t, column in x.items() if column is not None}
-        positions |= {column: op for op, column in y.items()}
-    return positions
+def neighbourhood(
+    model: TimePointModel,
+    values: list[float],
+    ops: range | set[int],
+    segments: range,
+    strict: range = range(0),
+) -> Milp:
+    """The program with all but some ops and segments fixed to a solution.
+
+    Free are, in all segments, the tensors made and the ops first run in `ops`, and the variants of
+    the ops that read those tensors, as a forward op and its backward choose together; and all
+    decisions in `segments`. So are columns other than F, X and Y. Memory rows that the solution
+    violates are relaxed to its values, except in `strict` segments.
+    """
+    program, problem = model.program, model.program.problem
+    fixed = list[int]()
+    first = {op for k in segments for op in range(model.start(k) + 1, model.points[k] + 1)}
+    for v, column in model.f.items():
+        op = problem.variants[v].op
+        near = any(problem.producer[t] in ops for t in program.reads[v])
+        if not (near or op in ops or op in first):
+            fixed.append(column)
+    for k, (x, y) in enumerate(zip(model.x, model.y, strict=True)):
+        if k not in segments:
+            kept = x.items()
+            fixed += [c for t, c in kept if c is not None and problem.producer[t] not in ops]
+            fixed += [c for v, c in y.items() if problem.variants[v].op not in ops]
+    lower, upper = list(model.milp.lower), list(model.milp.upper)
+    for column in fixed:
+        lower[column] = upper[column] = float(round(values[column]))
+    row_upper = list(model.milp.row_upper)
+    for k, rows in enumerate(_row_activity(model, values)):
+        for row, amount in rows.items() if k not in strict else ():
+            row_upper[row] = max(row_upper[row], amount)
+    return replace(model.milp, lower=lower, upper=upper, row_upper=row_upper)
+
+
+def overfull_segments(model: TimePointModel, values: list[float]) -> dict[int, float]:
+    """Segments whose memory rows a solution violates → violation, as a share of the capacity."""
+    found = dict[int, float]()
+    for k, rows in enumerate(_row_activity(model, values)):
+        over = max((used - model.milp.row_upper[row] for row, used in rows.items()), default=0.0)
+        if over > ROUNDING:
+            found[k] = over
+    return found
+
+
+def _row_activity(model: TimePointModel, values: list[float]) -> list[dict[int, float]]:
+    """Per segment: memory row → its value in a solution."""
+    memory = [rows + cuts for rows, cuts in zip(model.memory, model.cut_rows, strict=True)]
+    used = {row: 0.0 for rows in memory for row in rows}
+    for row, column, value in zip(
+        model.milp.entry_row, model.milp.entry_column, model.milp.entry_value, strict=True
+    ):
+        if row in used:
+            used[row] += value * values[column]
+    return [{row: used[row] for row in rows} for rows in memory]

@@ -1,7 +1,6 @@
 """Layout of one schedule within an arena, by placement or else by constraint programming."""
 
 import time
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,7 +9,7 @@ from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.exact.params import DEFAULTS, PackingParams
 from coop_plan.planner.exact.solver.jobs import PackBlocks
 from coop_plan.planner.exact.solver.process import SolverProcess
-from coop_plan.planner.placement.layout import WORK, lay_out
+from coop_plan.planner.placement.layout import lay_out
 
 
 def pack(
@@ -44,32 +43,6 @@ def pack(
     return schedule.place(np.array(offsets, dtype=np.int64) * unit, blocks)
 
 
-@dataclass(frozen=True)
-class LayoutConflict:
-    """An event at which a layout exceeds the arena, by `excess` bytes."""
-
-    event: int
-    excess: int
-
-
-def place_or_conflict(
-    schedule: Schedule, arena: int, work: int = WORK
-) -> PlacedSchedule | LayoutConflict:
-    """The schedule laid out within the arena (bytes), or its layout conflict.
-
-    The conflict is the fullest event of the block that ends highest. `work` limits `lay_out`.
-    """
-    placed, placement = lay_out(schedule, arena, work=work)
-    if placed.arena_bytes <= arena:
-        return placed
-    blocks = schedule.blocks()
-    ends = placement.offsets + blocks.size
-    worst = int(ends.argmax())
-    first, last = int(blocks.lower[worst]), int(blocks.upper[worst])
-    live = schedule.live_bytes()[first:last]
-    return LayoutConflict(first + int(live.argmax()), int(ends[worst]) - arena)
-
-
 def place_or_pack(
     process: SolverProcess,
     schedule: Schedule,
@@ -78,8 +51,8 @@ def place_or_pack(
     params: PackingParams = DEFAULTS.packing,
 ) -> PlacedSchedule | None:
     """The schedule laid out within the arena (bytes) by placement, or else by `pack`."""
-    placed = place_or_conflict(schedule, arena)
-    if isinstance(placed, PlacedSchedule):
+    placed = lay_out(schedule, arena).placed
+    if placed.arena_bytes <= arena:
         return placed
     if not schedule.fits(arena):
         return None

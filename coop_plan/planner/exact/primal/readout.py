@@ -1,13 +1,11 @@
 """Readout: from residents at the time points to a schedule and its overflows."""
 
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
-from coop_plan.planner.exact.params import DEFAULTS
 from coop_plan.planner.exact.primal.schedule_builder import ScheduleBuilder
 
 
@@ -16,63 +14,47 @@ class Residency:
     """Residency outline of a schedule: time points in order, the last one the end of the step.
 
     `resident` maps a point to the tensors resident while it runs, `inplace_inputs` to the inputs
-    whose addresses its outputs take over.
+    whose addresses its outputs take over, `again` to the variants recomputed in the segment that it
+    ends. `first` has the variant of each op's first run.
     """
 
     points: list[int]
     resident: dict[int, set[int]]
     inplace_inputs: dict[int, set[int]]
+    first: list[int]
+    again: dict[int, set[int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: TimePointModel, values: list[float]) -> "Residency":
         """The outline of a solution."""
-        resident, inplace_inputs = {}, {}
+        found = cls(list(model.points), {}, {}, model.chosen(values))
         for k, point in enumerate(model.points):
             chosen = model.x[k].items()
-            resident[point] = {t for t, c in chosen if c is None or values[c] > 0.5}
-            pairs = model.program.inplace_pairs[point]
-            inplace_inputs[point] = {pairs[i][1] for i, c in model.z[k].items() if values[c] > 0.5}
-        return cls(list(model.points), resident, inplace_inputs)
+            found.resident[point] = {t for t, c in chosen if c is None or values[c] > 0.5}
+            taken = {source for (_, source), c in model.z[k].items() if values[c] > 0.5}
+            found.inplace_inputs[point] = taken
+            found.again[point] = {v for v, c in model.y[k].items() if values[c] > 0.5}
+        return found
 
 
 @dataclass(frozen=True)
 class Overflow:
-    """An event above the capacity: `op` runs for the first run of `position`.
+    """A run above the capacity: `op` runs for the first run of `position`.
 
     The two are equal if it is that first run itself. `excess` is in bytes.
     """
 
     position: int
     op: int
-    event: int
     excess: int
 
 
 @dataclass(frozen=True)
 class Readout:
-    """A schedule without addresses, and its overflows in event order; none if it fits.
-
-    `runs` lists per event the op and the position whose first run it serves.
-    """
+    """A schedule without addresses, and its overflows in event order; none if it fits."""
 
     schedule: Schedule
     overflows: list[Overflow]
-    runs: list[tuple[int, int]]
-
-
-Evictions = dict[tuple[int, int], set[int]]
-"""(position, op) → tensors evicted just before that run, and recomputed later."""
-
-Margins = dict[tuple[int, int], int]
-"""(position, op) → bytes kept free while the op runs for that position."""
-
-
-class ThrashingError(Exception):
-    """Evictions at this position cause each other's recomputes."""
-
-    def __init__(self, position: int) -> None:
-        super().__init__()
-        self.position = position
 
 
 class NotRecomputableError(Exception):
@@ -87,46 +69,34 @@ class NotRecomputableError(Exception):
         self.position = position
 
 
-def read_out(
-    program: Program,
-    residency: Residency,
-    capacity: int,
-    evictions: Evictions | None = None,
-    margins: Margins | None = None,
-    max_runs: int = DEFAULTS.repair.max_runs,
-) -> Readout:
-    """The schedule of a residency outline, and its overflows above `capacity` bytes less margins.
+def read_out(program: Program, residency: Residency, capacity: int) -> Readout:
+    """The schedule of a residency outline, and its overflows above `capacity` bytes.
 
     Within a segment a tensor is recomputed as late as possible, right before its first use, and
-    evicted after its last access, unless it is resident at the next time point. With `evictions` an
-    op may run `max_runs` times for the same position.
+    evicted after its last access, unless it is resident at the next time point. It is recomputed in
+    the outline's variant, or else in that of the first run, or in the cheapest.
 
     Raises:
-        NotRecomputableError: only on graphs with overwritten tensors.
-        ThrashingError: only with evictions.
+        NotRecomputableError: an input of a recompute has been overwritten.
+        NoScheduleError: a run reads a tensor that is not resident.
     """
-    built = _Reader(program, residency, evictions or {}, max_runs).read()
+    built = _Reader(program, residency).read()
     schedule = built.schedule()
-    live = schedule.live_bytes().tolist()
-    margins = margins or {}
-    overflows = [
-        Overflow(position, op, event, excess)
-        for event, ((op, position), used) in enumerate(zip(built.runs, live, strict=True))
-        if (excess := used - capacity + margins.get((position, op), 0)) > 0
-    ]
-    return Readout(schedule, overflows, built.runs)
+    variants, overflows = program.problem.variants, []
+    for (variant, position), used in zip(built.runs, schedule.live_bytes().tolist(), strict=True):
+        if used > capacity:
+            overflows.append(Overflow(position, variants[variant].op, used - capacity))
+    return Readout(schedule, overflows)
 
 
 class _Reader:
-    def __init__(
-        self, program: Program, residency: Residency, evictions: Evictions, max_runs: int
-    ) -> None:
+    def __init__(self, program: Program, residency: Residency) -> None:
         self.program = program
         self.residency = residency
-        self.evictions = evictions
-        self.max_runs = max_runs
         self.built = ScheduleBuilder(program)
-        self._runs: Counter[tuple[int, int]] = Counter()
+        self._again: set[int] = set()
+        """Variants recomputed in this segment."""
+        self._position = 0
         self._overwritten = {read for pairs in program.overwrites for _, read in pairs}
         """Versions that end with the op that overwrites them."""
 
@@ -139,44 +109,54 @@ class _Reader:
 
     def _segment(self, start: int, point: int) -> None:
         program, resident = self.program, self.residency.resident[point]
-        for op in range(start + 1, point + 1):
-            self._compute({*program.reads[op], *(resident if op == point else ())}, op)
-            if op < program.n:
-                self._run(op, op)
+        self._again = self.residency.again.get(point, set())
+        for op in range(start + 1, point):
+            first = self.residency.first[op]
+            self._compute(program.reads[first], op)
+            self.built.run(first, op)
         if point == program.n:
-            self.built.retain(set(program.reads[point]))
+            outputs = set(program.read_by_all[point])
+            self._compute(outputs | resident, point)
+            self.built.retain(outputs)
             return
+        first = self.residency.first[point]
+        self._compute({*program.reads[first], *resident}, point)
+        self.built.run(first, point)
         stays = {t for t in self.built.resident if program.unconstrained[t]}
         stays = {t for t in stays if program.last_useful[t] > point}
         kept = resident - self.residency.inplace_inputs[point]
-        self.built.retain(kept | {*program.makes[point]} | stays)
+        self.built.retain(kept | {*program.makes[first]} | stays)
 
     def _compute(self, targets: Iterable[int], position: int) -> None:
         """Compute missing targets for `position`, inputs first."""
         program, peaks = self.program, dict[int, int]()
+        self._position = position
         while stack := self._missing(targets, peaks):
             while stack:
                 top = stack[-1]
                 if top in self.built.resident:
                     stack.pop()
                     continue
-                op = program.problem.producer[top]
-                if program.until[op] < position:
-                    raise NotRecomputableError(program.until[op])
-                missing = self._missing(program.reads[op], peaks)
+                variant = self._maker(top)
+                if program.until[variant] < position:
+                    raise NotRecomputableError(program.until[variant])
+                missing = self._missing(program.reads[variant], peaks)
                 if missing:
                     stack += missing
                 else:
-                    self._run(op, position)
+                    self.built.run(variant, position)
 
-    def _run(self, op: int, position: int) -> None:
-        evicted = self.evictions.get((position, op))
-        if evicted:
-            self.built.evict(evicted.difference(self.program.reads[op]))
-        self.built.run(op, position)
-        self._runs[position, op] += 1
-        if self.evictions and self._runs[position, op] > self.max_runs:
-            raise ThrashingError(position)
+    def _maker(self, t: int) -> int:
+        """The variant that recomputes t in this segment."""
+        program, op = self.program, self.program.problem.producer[t]
+        variants, first = program.choices[op], self.residency.first[op]
+        if len(variants) == 1:
+            return variants[0]
+
+        def rank(v: int) -> tuple[bool, bool, bool]:
+            return program.until[v] < self._position, v not in self._again, v != first
+
+        return min((v for v in variants if t in program.makes[v]), key=rank)
 
     def _missing(self, tensors: Iterable[int], peaks: dict[int, int]) -> list[int]:
         """Tensors not resident, in the order of a stack: the last one is computed first.
@@ -185,7 +165,7 @@ class _Reader:
         optimal for trees: Liu, On the storage requirement in the out-of-core multifrontal method
         for sparse factorization, ACM TOMS 12(3), 1986. Versions that ops overwrite are computed
         last, the later ones first, as computing a later version ends an earlier one. `peaks` caches
-        bytes by op.
+        bytes by variant.
         """
         missing = sorted((t for t in tensors if t not in self.built.resident), reverse=True)
         if len(missing) > 1:
@@ -202,20 +182,19 @@ class _Reader:
     def _peak_to_compute(self, tensor: int, peaks: dict[int, int]) -> int:
         """Peak bytes of computing the tensor if every shared input is recomputed for each use."""
         program, resident = self.program, self.built.resident
-        size, producer = program.problem.size, program.problem.producer
+        size = program.problem.size
         stack = [tensor]
         while stack:
-            op = producer[stack[-1]]
-            if op < 0 or op in peaks or stack[-1] in resident:
+            if stack[-1] in resident or (variant := self._maker(stack[-1])) in peaks:
                 stack.pop()
                 continue
-            inputs = [t for t in program.reads[op] if producer[t] >= 0 and t not in resident]
-            deeper = [t for t in inputs if producer[t] not in peaks]
+            inputs = {t: self._maker(t) for t in program.reads[variant] if t not in resident}
+            deeper = [t for t, maker in inputs.items() if maker not in peaks]
             stack += deeper
             if not deeper:
-                inputs_bytes, peak = 0, program.working_set(op)
-                for t in sorted(inputs, key=lambda t: size[t] - peaks[producer[t]]):
-                    peak = max(peak, inputs_bytes + peaks[producer[t]])
+                inputs_bytes, peak = 0, program.run_bytes(variant)
+                for t in sorted(inputs, key=lambda t: size[t] - peaks[inputs[t]]):
+                    peak = max(peak, inputs_bytes + peaks[inputs[t]])
                     inputs_bytes += size[t]
-                peaks[op] = peak
-        return peaks.get(producer[tensor], 0)
+                peaks[variant] = peak
+        return peaks.get(self._maker(tensor), 0)

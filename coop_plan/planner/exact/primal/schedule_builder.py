@@ -15,21 +15,19 @@ class ScheduleBuilder:
         self.program = program
         self.resident: set[int] = set()
         self.runs: list[tuple[int, int]] = []
-        """(op, position in program order whose first run it serves) pairs."""
+        """(variant, position in program order whose first run it serves) pairs."""
 
-    def run(self, op: int, position: int) -> None:
-        """Append a run of `op`, whose inputs are resident; it ends the versions it overwrites."""
-        self.runs.append((op, position))
+    def run(self, variant: int, position: int) -> None:
+        """Append a run, whose inputs are resident; it ends the versions that its op overwrites."""
+        self.runs.append((variant, position))
+        op = self.program.problem.variants[variant].op
         self.resident.difference_update(read for _, read in self.program.overwrites[op])
-        self.resident.update(self.program.makes[op])
+        self.resident.update(self.program.makes[variant])
 
     def retain(self, tensors: set[int]) -> None:
         """Evict all other tensors, at the end of a segment."""
         self.resident &= tensors
 
-    def evict(self, tensors: set[int]) -> None:
-        self.resident -= tensors
-
     def schedule(self) -> Schedule:
         """The schedule, without addresses."""
-        return Schedule.of(self.program.problem, [op for op, _ in self.runs])
+        return Schedule.of(self.program.problem, [variant for variant, _ in self.runs])

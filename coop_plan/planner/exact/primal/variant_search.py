@@ -1,7 +1,7 @@
 """Search for a schedule with its variants: start assignments, then large neighbourhood search.
 
 A start assigns one variant per op: the cheapest one below a share of the arena, or the choice of
-the relaxed program (`planner.exact.model.variant_timepoint`). coop-offline plans the step of these
+the relaxed program (`planner.exact.model.timepoint`). coop-offline plans the step of these
 variants alone. Without a time limit all work is counted, so that a seed determines the plan. Small
 steps, and installations without OR-Tools, then exchange single variants of the best start by hill
 climbing.
@@ -16,7 +16,6 @@ schedule counts once it has a layout.
 import contextlib
 import importlib.util
 import itertools
-import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,11 +31,18 @@ from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Sch
 from coop_plan.planner.exact.incumbent import OPTIMALITY_TOLERANCE, SOLVER_TOLERANCE
 from coop_plan.planner.exact.model.milp import INFINITY, Answer, Outcome
 from coop_plan.planner.exact.model.point_selection import worst_of_groups
-from coop_plan.planner.exact.model.variant_timepoint import VariantModel
-from coop_plan.planner.exact.model.variants import VariantChoices, fix_variants, restore_variants
+from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.model.timepoint import TimePointModel
+from coop_plan.planner.exact.model.variants import fix_variants, restore_variants
 from coop_plan.planner.exact.params import DEFAULTS as EXACT
-from coop_plan.planner.exact.primal.variant_lns import Neighbourhoods, overfull_segments
-from coop_plan.planner.exact.primal.variant_readout import Reselection, read_out
+from coop_plan.planner.exact.primal.lns import Neighbourhoods, overfull_segments
+from coop_plan.planner.exact.primal.readout import (
+    NotRecomputableError,
+    Overflow,
+    Residency,
+    read_out,
+)
+from coop_plan.planner.exact.primal.reselection import Reselection
 from coop_plan.planner.exact.primal.warm_start import warm_start
 from coop_plan.planner.exact.solver.process import SolverProcess
 from coop_plan.planner.exact.variant_params import DEFAULTS, VariantParams
@@ -48,8 +54,13 @@ NO_TIME_LIMIT = 1e6
 """Solver time limit without a deadline, s: work is counted instead."""
 
 
+def solver_installed() -> bool:
+    """True if the solver of the programs is installed."""
+    return importlib.util.find_spec("ortools") is not None
+
+
 class VariantSearch:
-    """One search for one request.
+    """One search for one request; its schedules have no transfers.
 
     `placed` is the cheapest schedule with a layout, or None. `bound_us` is the lower bound on the
     cost of every schedule in program order, µs.
@@ -59,15 +70,13 @@ class VariantSearch:
         self, problem: Problem, request: Request, params: VariantParams = DEFAULTS
     ) -> None:
         self.problem, self.request, self.params = problem, request, params
-        self.choices = VariantChoices.of_problem(problem)
+        self.program = Program.of(problem, variants=True)
         self.capacity = problem.rounded(request.arena_bytes)
         self.placed: PlacedSchedule | None = None
         self.bound_us = problem.floor_us
         self._failed_layouts = 0
         self._timed = request.deadline is not None
         self._solved_exactly = False  # every op a time point: nothing left to refine
-        # Neither the program nor reselection models ops that overwrite tensors in the arena.
-        self._no_overwriting = not any(problem.overwritten)
         self._working_set = working_sets(problem).first
         self._room = [self.capacity - held for held in resident_output_bytes(problem)]
         self.points = self._first_points(params.bound_points)
@@ -82,10 +91,10 @@ class VariantSearch:
     def _first_points(self, count: int) -> list[int]:
         """The op with the largest working set of each of `count` groups of ops over capacity."""
         variants = self.problem.variants
-        if self.choices.n <= self.params.small_ops:
-            return list(range(self.choices.n + 1))
-        smallest = [self._smallest(numbers) for numbers in self.choices.of]
-        cheapest = self._consistent([numbers[0] for numbers in self.choices.of])
+        if self.program.n <= self.params.small_ops:
+            return list(range(self.program.n + 1))
+        smallest = [self._smallest(numbers) for numbers in self.program.choices]
+        cheapest = self._consistent([numbers[0] for numbers in self.program.choices])
         live = Schedule.of(self.problem, cheapest).live_bytes().tolist()
         over = [
             op
@@ -93,7 +102,7 @@ class VariantSearch:
             if used - self.problem.rounded(variants[cheapest[op]].workspace_bytes) > self.capacity
         ]
         chosen = worst_of_groups(over, count, key=lambda op: self._working_set[smallest[op]])
-        return [*chosen, self.choices.n]
+        return [*chosen, self.program.n]
 
     # Start assignments: one variant per op.
 
@@ -103,33 +112,31 @@ class VariantSearch:
         If the default variant of an op lacks an input, the producer must make it in another pass.
         Default variants make all inputs of default variants and all outputs, so passes end.
         """
-        choices, variants, producer = self.choices, self.problem.variants, self.problem.producer
-        wanted = set(choices.outputs)
+        program = self.program
+        wanted = set(program.read_by_all[program.n])
         while True:
             made, chosen = set[int](), list[int]()
             before = len(wanted)
             for op, variant in enumerate(preferred):
-                needed = wanted.intersection(variants[op].outputs)
+                needed = wanted.intersection(program.makes[op])
                 found = [
                     v
-                    for v in choices.of[op]
-                    if choices.reads[v] <= made and needed.issubset(variants[v].outputs)
+                    for v in program.choices[op]
+                    if made.issuperset(program.reads[v]) and needed.issubset(program.makes[v])
                 ]
                 if not found:
                     found = [op]
-                    wanted.update(
-                        t for t in variants[op].inputs if producer[t] >= 0 and t not in made
-                    )
+                    wanted.update(set(program.reads[op]) - made)
                 fit = [v for v in found if self._working_set[v] <= self._room[op]]
                 fit = fit or [self._smallest(found)]
                 chosen.append(variant if variant in fit else fit[0])
-                made.update(variants[chosen[-1]].outputs)
+                made.update(program.makes[chosen[-1]])
             if len(wanted) == before:
                 return chosen
 
     def _rule_starts(self) -> Iterator[list[int]]:
         """Starts by rule, those that fit most often first."""
-        choices = self.choices.of
+        choices = self.program.choices
         yield self._consistent([self._smallest(variants) for variants in choices])
         yield self._no_larger(self.params.size_shares[0])
         yield self._consistent([min(variants, key=self._tensor_bytes) for variants in choices])
@@ -139,7 +146,7 @@ class VariantSearch:
     def _no_larger(self, share: float) -> list[int]:
         """The cheapest variants whose working set is at most this share of their room."""
         preferred = []
-        for variants, room in zip(self.choices.of, self._room, strict=True):
+        for variants, room in zip(self.program.choices, self._room, strict=True):
             fit = (v for v in variants if self._working_set[v] <= share * room)
             preferred.append(next(fit, self._smallest(variants)))
         return self._consistent(preferred)
@@ -149,10 +156,12 @@ class VariantSearch:
 
     def _tensor_bytes(self, variant: int) -> int:
         """Bytes of the tensors that a variant reads and makes."""
-        tensors = self.choices.reads[variant].union(self.problem.variants[variant].makes)
-        return sum(self.problem.size[t] for t in tensors)
+        form = self.problem.variants[variant]
+        return sum(self.problem.size[t] for t in form.reads + form.makes)
 
-    def _relaxation_start(self, process: SolverProcess, model: VariantModel) -> Iterator[list[int]]:
+    def _relaxation_start(
+        self, process: SolverProcess, model: TimePointModel
+    ) -> Iterator[list[int]]:
         """The start chosen by the linear relaxation of the program, whose bound counts, too."""
         relaxed = replace(model.milp, integer=[False] * len(model.milp.integer))
         answer = process.solve(relaxed, self._until(INFINITY))
@@ -161,7 +170,12 @@ class VariantSearch:
         if answer.values is not None:
             yield self._consistent(model.chosen(answer.values))
 
-    def prove(self, model: VariantModel, bound: float) -> None:
+    def relaxed_choice(self) -> list[int] | None:
+        """The start chosen by the linear relaxation, transfers included; None without a result."""
+        with SolverProcess() as process:
+            return next(self._relaxation_start(process, self._model(self.capacity)), None)
+
+    def prove(self, model: TimePointModel, bound: float) -> None:
         """Raise the bound by a solver's bound of a program at the full capacity."""
         if bound > -INFINITY:
             proved = model.bound_us(bound) * (1 - SOLVER_TOLERANCE)
@@ -192,23 +206,26 @@ class VariantSearch:
     def _reselected(self, runs: list[int], capacity: int) -> Schedule | None:
         """Re-select the variants of runs; None if the runs are no schedule."""
         try:
-            return Reselection(self.choices, capacity).improve(runs, self.params.reselection_rounds)
+            schedule = Schedule.of(self.program.problem, runs)
+            return Reselection(self.program, capacity, self.params.reselection_rounds).improve(
+                schedule, self.request.out_of_time
+            )
         except NoScheduleError:
             return None
 
     def _place(self, schedule: Schedule) -> bool:
-        """Keep a schedule that fits if it is cheaper and has a layout."""
+        """Keep a schedule of the program that fits if it is cheaper and has a layout."""
         arena = self.request.arena_bytes
         if schedule.cost_us >= self.cost_us - 1e-6 or not schedule.fits(arena):
             return False
         layout = lay_out(schedule, arena, work=0)
         if layout.placed.arena_bytes > arena:
             layout = lay_out(schedule, arena, work=WORK, order_hint=layout.placement.order)
-        return self.offer(layout.placed)
+        return self.offer(self.program.versions.placed_to_original(layout.placed))
 
     def _hill_climb(self, chosen: list[int]) -> None:
         """Exchange single variants, with the producers of their inputs, while that improves."""
-        changes = [v for variants in self.choices.of if len(variants) > 1 for v in variants]
+        changes = [v for variants in self.program.choices if len(variants) > 1 for v in variants]
         attempts = unchanged = 0
         for variant in itertools.cycle(changes):
             if attempts >= self.params.exchanges or unchanged >= len(changes) or self._done():
@@ -231,11 +248,11 @@ class VariantSearch:
         while stack:
             v = stack.pop()
             preferred[self.problem.variants[v].op] = v
-            for t in sorted(self.choices.reads[v]):
-                maker = self.problem.producer[t]
-                if t not in self.problem.variants[preferred[maker]].outputs:
-                    makers = self.choices.of[maker]
-                    stack += [m for m in makers if t in self.problem.variants[m].outputs][:1]
+            for t in self.program.reads[v]:
+                maker = self.program.problem.producer[t]
+                if t not in self.program.makes[preferred[maker]]:
+                    makers = self.program.choices[maker]
+                    stack += [m for m in makers if t in self.program.makes[m]][:1]
         return self._consistent(preferred)
 
     # Search by the program.
@@ -259,10 +276,10 @@ class VariantSearch:
         if working_set_bound(self.problem).bytes > self.capacity:
             raise DoesNotFitError(working_set_bound(self.problem).op)
         any_schedule = self.request.any_schedule
-        solver = importlib.util.find_spec("ortools") is not None and self._no_overwriting
-        if not self._timed and (any_schedule or self.choices.n <= self.params.small_ops):
+        solver = solver_installed()
+        if not self._timed and (any_schedule or self.program.n <= self.params.small_ops):
             solver = False
-        best = list(range(self.choices.n))
+        best = list(range(self.program.n))
         if any_schedule or not solver:  # starting a solver process takes longer
             rules = self._rule_starts()
             if any_schedule:
@@ -273,7 +290,7 @@ class VariantSearch:
                 params = replace(EXACT.solver, grace_seconds=EXACT.solver.grace_seconds + 0.5)
                 with SolverProcess(params) as process:
                     self._run_with_solver(process, prove)
-            elif not any_schedule or self.choices.n <= self.params.small_ops:
+            elif not any_schedule or self.program.n <= self.params.small_ops:
                 self._hill_climb(best)
         if self.placed is None:
             raise DoesNotFitError(working_set_bound(self.problem).op)
@@ -281,7 +298,7 @@ class VariantSearch:
     def _run_starts(self, starts: Iterator[list[int]]) -> list[int]:
         """Plan each start, then re-select variants in the best schedule; returns its start."""
         seen: list[list[int]] = []
-        best = list(range(self.choices.n))
+        best = list(range(self.program.n))
         for chosen in starts:
             before = self.cost_us
             if chosen not in seen:
@@ -295,7 +312,7 @@ class VariantSearch:
         return best
 
     def _reselect_variants(self) -> None:
-        if self.placed is not None and self._no_overwriting:
+        if self.placed is not None:
             better = self._reselected(self.placed.schedule.what.tolist(), self.capacity)
             if better is not None:
                 self._place(better)
@@ -306,7 +323,7 @@ class VariantSearch:
         if self.request.any_schedule and self.placed is not None:
             return
         self._run_starts(self._rule_starts())
-        small = self.choices.n <= self.params.small_ops
+        small = self.program.n <= self.params.small_ops
         # Without a time limit a large program may take minutes to prove that nothing fits.
         if prove or small or self._timed:
             self._refine(process, model, until_placed=not (prove or small))
@@ -314,15 +331,17 @@ class VariantSearch:
             self._repair_overfull(process, self._overfull)
         self._search(process)
 
-    def _model(self, capacity: int, *, ordered: bool = False) -> VariantModel:
+    def _model(self, capacity: int, *, ordered: bool = False) -> TimePointModel:
         deadline = self.request.deadline
-        return VariantModel(self.choices, capacity, self.points, self.cuts, ordered, deadline)
+        return TimePointModel(
+            self.program, capacity, self.points, self.cuts, ordered=ordered, deadline=deadline
+        )
 
-    def _is_current(self, model: VariantModel, capacity: int) -> bool:
+    def _is_current(self, model: TimePointModel, capacity: int) -> bool:
         """True if a model has this capacity (bytes) and all time points and cuts found so far."""
         return (model.points, model.cuts, model.capacity) == (self.points, self.cuts, capacity)
 
-    def _refine(self, process: SolverProcess, model: VariantModel, *, until_placed: bool) -> None:
+    def _refine(self, process: SolverProcess, model: TimePointModel, *, until_placed: bool) -> None:
         """Solve the whole program and refine it while its solutions overflow.
 
         With a deadline this takes a share of the time left, repeated until there is a schedule.
@@ -333,7 +352,7 @@ class VariantSearch:
                 until = self._time_share(self.params.bound_share)
             elif until_placed or time.monotonic() >= until:
                 return
-            gap = self.params.relative_gap
+            gap = EXACT.lns.relative_gap
             if self.placed is not None and self._timed and not tight:
                 excess = self.cost_us / max(self.bound_us, 1e-12) - 1
                 gap = max(gap, self.params.gap_share * excess)
@@ -342,7 +361,7 @@ class VariantSearch:
             if self.placed is not None and not (ended and self._timed):
                 return
             if self._is_current(model, self.capacity):
-                if tight or gap <= self.params.relative_gap:
+                if tight or gap <= EXACT.lns.relative_gap:
                     return
                 tight = True
             else:
@@ -353,9 +372,11 @@ class VariantSearch:
         now = time.monotonic()
         return now + (self._until(INFINITY) - now) * share
 
-    def _solve(self, process: SolverProcess, model: VariantModel, until: float, gap: float) -> bool:
+    def _solve(
+        self, process: SolverProcess, model: TimePointModel, until: float, gap: float
+    ) -> bool:
         """Solve the program, raise the bound, read the solution out; True if it is optimal."""
-        exact = self.choices.n <= self.params.small_ops
+        exact = self.program.n <= self.params.small_ops
         gap = 0.0 if exact else gap
         answer = process.solve(model.milp, until, relative_gap=gap, nodes=self._node_limit)
         self.prove(model, answer.bound)
@@ -366,43 +387,35 @@ class VariantSearch:
         self._solved_exactly |= exact and ended and self._is_current(model, self.capacity)
         return ended
 
-    def _read_schedule(self, model: VariantModel, values: list[float], capacity: int) -> bool:
+    def _read_schedule(self, model: TimePointModel, values: list[float], capacity: int) -> bool:
         """Read out, re-select and place a solution; refine the program if the readout overflows."""
-        read = read_out(model, values)
-        if read is None:
-            return False
-        runs = [variant for variant, _ in read]
+        rounded = self.problem.rounded(capacity)
         try:
-            schedule = Schedule.of(self.problem, runs)
-        except NoScheduleError:
+            readout = read_out(self.program, Residency.of(model, values), rounded)
+        except (NoScheduleError, NotRecomputableError):
             return False
-        if schedule.cost_us < self.cost_us and not schedule.fits(capacity):
+        schedule = readout.schedule
+        if schedule.cost_us < self.cost_us and readout.overflows:
             # Refine by the readout as it is: re-selection may hide, at a cost, memory that the
             # program ignores.
             self._overfull = schedule
-            self._refine_model(schedule, capacity)
-        better = self._reselected(runs, capacity)
+            self._refine_model(readout.overflows)
+        better = self._reselected(schedule.variants, capacity)
         if better is None or better.cost_us >= self.cost_us - 1e-6 or not better.fits(capacity):
             return False
         kept = self._place(better)
         self._failed_layouts = max(0, self._failed_layouts + (-1 if kept else 1))
         return kept
 
-    def _refine_model(self, schedule: Schedule, capacity: int) -> None:
-        """Add time points, or cuts of recomputes, where a schedule exceeds `capacity` bytes."""
-        live = schedule.live_bytes().tolist()
-        at, first, again = -1, dict[int, int](), dict[tuple[int, int], int]()
-        for variant, used in zip(schedule.variants, live, strict=True):
-            excess = used - capacity
-            op = self.problem.variants[variant].op
-            if op == at + 1:
-                at = op
-                if excess > 0:
-                    first[op] = excess
-            elif excess > 0:
-                again[at + 1, op] = max(excess, again.get((at + 1, op), 0))
+    def _refine_model(self, overflows: list[Overflow]) -> None:
+        """Add time points, or cuts of recomputes, at the overflows of a readout."""
+        new, again = dict[int, int](), dict[tuple[int, int], int]()
+        for o in overflows:
+            if o.op != o.position:
+                again[o.position, o.op] = max(o.excess, again.get((o.position, o.op), 0))
+            elif o.op not in self.points:
+                new[o.op] = o.excess
         count = self.params.points_per_round
-        new = {op: excess for op, excess in first.items() if op not in self.points}
         if not new:
             cuts = {pair: excess for pair, excess in again.items() if pair not in self.cuts}
             self.cuts |= {*sorted(cuts, key=lambda p: cuts[p])[-count:]}
@@ -415,7 +428,7 @@ class VariantSearch:
         if len(self.points) < self.params.max_points:
             self.points = sorted({*self.points, *sorted(new, key=lambda op: new[op])[-count:]})
 
-    def _promising(self, model: VariantModel, answer: Answer) -> list[float] | None:
+    def _promising(self, model: TimePointModel, answer: Answer) -> list[float] | None:
         """Values of a solution that may improve the best schedule after re-selection."""
         limit = self.cost_us * (1 + self.params.max_read_excess)
         return answer.values if model.bound_us(answer.objective) <= limit else None
@@ -423,7 +436,7 @@ class VariantSearch:
     def _repair_overfull(self, process: SolverProcess, schedule: Schedule) -> None:
         """Solve neighbourhoods around overfull segments until the schedule fits."""
         params = self.params
-        neighbourhoods = Neighbourhoods(random.Random(0), params)  # noqa: S311
+        neighbourhoods, lns = Neighbourhoods(0), EXACT.lns
         for _ in range(params.repair_rounds):
             model = self._model(self.capacity, ordered=True)
             values = warm_start(model, schedule)
@@ -432,8 +445,8 @@ class VariantSearch:
                 return
             worst = max(overfull, key=lambda k: overfull[k])
             part = neighbourhoods.near_segment(model, values, worst)
-            until = self._until(params.step_seconds)
-            answer = process.solve(part, until, relative_gap=params.relative_gap)
+            until = self._until(lns.step_seconds)
+            answer = process.solve(part, until, relative_gap=lns.relative_gap)
             found = self._promising(model, answer)
             if found is not None:
                 self._overfull = None
@@ -449,29 +462,27 @@ class VariantSearch:
         """Solve neighbourhoods of the best schedule until the deadline or the work limit."""
         params = self.params
         self.points = sorted({*self.points, *self._first_points(params.points)})
-        draw = random.Random(self.request.seed)  # noqa: S311  (no secret)
-        neighbourhoods = Neighbourhoods(draw, params)
+        neighbourhoods, lns = Neighbourhoods(self.request.seed), EXACT.lns
         model = None
-        failures = 0
         for count in itertools.count():
             if self.placed is None or self._done():
                 return
-            if not self._timed and (failures >= params.patience or count >= params.neighbourhoods):
+            if not self._timed and count >= params.neighbourhoods:
                 return
             margin = min(params.max_margin, params.margin * self._failed_layouts)
             capacity = int(self.capacity * (1 - margin))
             if model is None or not self._is_current(model, capacity):
                 model = self._model(capacity, ordered=True)
-            values = warm_start(model, self.placed.schedule)
+            values = warm_start(model, self.program.versions.of_original(self.placed.schedule))
             part = neighbourhoods.next(model, values)
-            until = self._until(params.step_seconds)
+            until = self._until(lns.step_seconds)
             answer = process.solve(
-                part, until, relative_gap=params.relative_gap, nodes=self._node_limit
+                part, until, relative_gap=lns.relative_gap, nodes=self._node_limit
             )
             neighbourhoods.adapt(answer.outcome)
             found = self._promising(model, answer)
-            better = found is not None and self._read_schedule(model, found, capacity)
-            failures = 0 if better else failures + 1
+            if found is not None:
+                self._read_schedule(model, found, capacity)
 
     @property
     def proved(self) -> bool:

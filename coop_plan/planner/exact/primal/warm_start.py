@@ -4,12 +4,12 @@ import numpy as np
 
 from coop_plan.planner.core.lifetimes import RUN
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.exact.model.variant_timepoint import VariantModel
+from coop_plan.planner.exact.model.timepoint import TimePointModel
 
 
-def warm_start(model: VariantModel, schedule: Schedule) -> list[float]:
+def warm_start(model: TimePointModel, schedule: Schedule) -> list[float]:
     """Values of the program's columns for a schedule without transfers."""
-    choices, problem = model.choices, model.choices.problem
+    program, problem = model.program, model.program.problem
     values = [0.0] * len(model.milp.lower)
     variants = schedule.what[schedule.do == RUN].tolist()
     first: dict[int, int] = {}
@@ -33,7 +33,7 @@ def warm_start(model: VariantModel, schedule: Schedule) -> list[float]:
             column = model.x[k].get(tensor)
             if column is not None:
                 values[column] = 1.0
-        if point < choices.n:
+        if point < program.n:
             for buffer in np.flatnonzero((t.first == end) & (t.shares >= 0)).tolist():
                 pair = int(t.tensor[buffer]), int(t.tensor[t.shares[buffer]])
                 if pair in model.z[k]:
@@ -41,7 +41,7 @@ def warm_start(model: VariantModel, schedule: Schedule) -> list[float]:
         begin = end + 1
     for k, throughout in enumerate(model.h):
         for tensor, column in throughout.items():
-            constant, terms = model.before(k, tensor)
+            constant, terms = model.kept(k, tensor)
             resident = model.x[k][tensor]
             stays = constant + sum(value * values[c] for c, value in terms)
             stays += (1.0 if resident is None else values[resident]) - 1.0
@@ -50,22 +50,22 @@ def warm_start(model: VariantModel, schedule: Schedule) -> list[float]:
     return values
 
 
-def _in_model(model: VariantModel, variant: int) -> int:
+def _in_model(model: TimePointModel, variant: int) -> int:
     """The variant itself, or the model's cheapest one with the same outputs if it is dominated."""
-    problem, choices = model.choices.problem, model.choices
+    problem, program = model.program.problem, model.program
     original = problem.variants[variant]
-    if variant in choices.of[original.op]:
+    if variant in program.choices[original.op]:
         return variant
     outputs = set(original.outputs)
-    same = [v for v in choices.of[original.op] if set(problem.variants[v].outputs) == outputs]
+    same = [v for v in program.choices[original.op] if set(problem.variants[v].outputs) == outputs]
     return min(same, key=lambda v: problem.variants[v].cost_us)
 
 
-def _rerun_column(model: VariantModel, k: int, variant: int) -> int | None:
+def _rerun_column(model: TimePointModel, k: int, variant: int) -> int | None:
     """The column of a recompute in a variant of equal inputs and outputs; None without one."""
-    problem, choices = model.choices.problem, model.choices
+    problem, program = model.program.problem, model.program
     original = problem.variants[_in_model(model, variant)]
-    for v in choices.of[original.op]:
+    for v in program.choices[original.op]:
         same = {*problem.variants[v].outputs} == {*original.outputs}
         if v in model.y[k] and same and {*problem.variants[v].inputs} == {*original.inputs}:
             return model.y[k][v]
