@@ -186,6 +186,35 @@ class Task:
             best = _smaller(best, first.smallest(everything))
         return self._search(best)
 
+    def at_any_costs(self) -> Solution:
+        """The solution of least memory that is found without costs: each op counts alike.
+
+        Costs decide what a method evicts, so its smallest arena depends on them. This one is the
+        same for all graphs that differ in costs alone, as a step's on two machines do. Variants and
+        transfers are not used.
+        """
+        problem = self.problem
+        equal: dict[str, object] = {"cost_us": 1.0, "variants": []}
+        graph = problem.graph.model_copy(
+            {"ops": [op.model_copy(equal) for op in problem.graph.ops]}
+        )
+        places = problem.alignment, problem.outputs, 0, problem.outside
+        task = replace(self, problem=Problem.with_places(graph, *places))
+        return self._from_plain(task.smallest(lay_out_everything(task.problem).placed).solution)
+
+    def improved(self, known: Solution, arena: int) -> Solution:
+        """The cheaper of a solution within `arena` bytes and what the method finds from there."""
+        if known.placed.cost_us <= self.problem.floor_us:
+            return known
+        task = self
+        if "variants" not in self.problem.beyond_recomputation:
+            task = replace(self, request=replace(self.request, larger=known.placed))
+        try:
+            found = task.solve(arena)
+        except (DoesNotFitError, TimeLimitError):
+            return known
+        return min(known, found, key=lambda solution: solution.placed.cost_us)
+
     def _from_plain(self, solution: Solution) -> Solution:
         """A solution of the plain problem as one of this, without bounds, which ignore variants."""
         defaults = range(self.problem.op_count)

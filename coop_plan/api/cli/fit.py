@@ -11,7 +11,11 @@ from coop_plan.api.cli.exit_codes import EXIT_ERROR, EXIT_INVALID, fail
 from coop_plan.schemas import format_bytes
 
 PARTS = ("weights", "gradients", "states", "activations", "update", "other")
-KEPT = {"masters": "float32 masters", "ema": "an average"}
+KEPT = {
+    "masters": "float32 masters",
+    "ema": "an average",
+    "accumulate": "gradients of earlier micro-batches",
+}
 COLUMNS = (*PARTS, "context", "as it is", "smallest", "card", "overhead")
 
 
@@ -48,6 +52,11 @@ COLUMNS = (*PARTS, "context", "as it is", "smallest", "card", "overhead")
     type=click.Choice(["foreach", "fused", "plain", "backward"]),
     help="How the optimizer runs. backward: for each parameter as soon as its gradient exists."
     "  [default: as PyTorch: foreach on CUDA, plain on the CPU]",
+)
+@click.option(
+    "--accumulate",
+    is_flag=True,
+    help="Gradients of several micro-batches of this size add up before the optimizer's step.",
 )
 @click.option(
     "--shards",
