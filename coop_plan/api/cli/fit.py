@@ -79,7 +79,8 @@ def fit(target: str, devices: str, margin: float, as_json: bool, **options: Any)
     FUNCTION takes batch=N and returns (callable, example arguments). For each device are printed
     the memory of eager PyTorch at its peak, the smallest memory with recomputation, and the
     overhead within the device's memory. --batches and --lengths add the largest batch and sequence
-    length at 5 %, 10 % and one forward of overhead. Each plan is verified.
+    length at 5 %, 10 % and one forward of overhead. Each plan is verified. Tensors of the training
+    loop that are no arguments of the callable, as batches of another step, come on top.
     """
     names = devices.split(",")
     width = max(6, *map(len, names))
