@@ -170,8 +170,7 @@ def _figures_on(
     kept = min((found.kept for found in fits.values()), key=_by_peak)
     least = min((found.least for found in fits.values()), key=_by_budget)
     planned = [found.planned for found in fits.values() if found.planned is not None]
-    smallest = of(least)
-    smallest["peak_bytes"] += least.budget_bytes - least.peak_bytes  # at other costs it takes all
+    smallest = of(_whole_budget(least))
     within = of(min(planned, key=_by_cost)) if planned else dict(smallest)
     if eager.peak_bytes < smallest["peak_bytes"]:
         smallest = as_it_is
@@ -206,6 +205,12 @@ def _figures_on(
 def _by_kernels(found: fake_device.Captured) -> dict[Kernels, Graph]:
     graphs: dict[Kernels, Graph] = {"eager": found.graph}
     return graphs if found.fused is None else graphs | {"fused": found.fused}
+
+
+def _whole_budget(made: Plan) -> Plan:
+    """A plan with all bytes of its budget, which one at other costs may take."""
+    arena = made.arena_bytes + made.budget_bytes - made.peak_bytes
+    return made.model_copy({"peak_bytes": made.budget_bytes, "arena_bytes": arena})
 
 
 def _by_peak(made: Plan) -> tuple[float, float]:
