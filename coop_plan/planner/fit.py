@@ -13,7 +13,7 @@ from math import fsum
 import msgspec
 
 from coop_plan.planner.core.errors import InfeasibleBudgetError
-from coop_plan.planner.planning import plan
+from coop_plan.planner.planning import least_at_any_costs, plan
 from coop_plan.schemas import Graph, InvalidInputError, Outputs, Plan
 from coop_plan.schemas.graph import FUSED_NAME
 
@@ -66,9 +66,9 @@ class Largest:
 
 
 def fit(graph: Graph, budget: Budgeting) -> Fit:
-    """Plan a step within a budget, and search the smallest one."""
+    """Plan a step within a budget, and search the smallest one, which depends on no costs."""
     kept = plan(graph, "100%", method="keep-all", outputs=budget.outputs)
-    least = plan(graph, "min", outputs=budget.outputs, link=budget.link)
+    least = least_at_any_costs(graph, outputs=budget.outputs, link=budget.link)
     return Fit(kept, least, budget.plan(graph))
 
 

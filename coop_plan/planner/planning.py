@@ -117,6 +117,24 @@ def plan(
     return answer
 
 
+def least_at_any_costs(graph: Graph, **fields: Any) -> Plan:
+    """A plan within the smallest budget that is found for this graph at any costs of its ops.
+
+    `plan` with the option `smallest` finds a plan within that budget and each larger one, also for
+    the graph of the same step on another machine. `fields` are those of `PlanOptions`.
+    """
+    options = PlanOptions.given("min", fields)
+    graph = options.apply_link(graph)
+    started = time.monotonic()
+    compile_method(options.info.name, linked=graph.device.linked)
+    problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
+    task = Task(problem, options.info, Request(0, options.off, None, options.seed, options.solver))
+    known = task.at_any_costs()
+    arena = known.placed.arena_bytes
+    solution = task.improved(known, arena)
+    return verified_plan(graph, solution, options, problem.fixed_bytes + arena, started)
+
+
 def _planned(
     graph: Graph,
     options: PlanOptions,
@@ -174,10 +192,13 @@ def _planned(
         blocking = None if limit < 0 else error.op
     least = None
     if options.smallest:
+        known = task.at_any_costs()
+        if known.placed.arena_bytes <= limit:
+            return finish(task.improved(known, limit), budget_bytes)
         smallest = task.smallest(everything)
         if smallest.solution.placed.arena_bytes <= limit:  # the method is not monotone
             return finish(smallest.solution, budget_bytes)
-        least = problem.fixed_bytes + smallest.arena_bytes
+        least = problem.fixed_bytes + min(smallest.arena_bytes, known.placed.arena_bytes)
     met = problem.fixed_bytes + everything.arena_bytes
     raise _refusal(task, budget_bytes, blocking, least, met)
 

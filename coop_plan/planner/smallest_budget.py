@@ -158,8 +158,10 @@ class Task:
                 raise
         return self._from_plain(replace(self, problem=plain).solve(arena))
 
-    def smallest(self, everything: PlacedSchedule) -> Smallest:
+    def smallest(self, everything: PlacedSchedule, *, at_any_cost: bool = False) -> Smallest:
         """The smallest arena found, at most that of keep-everything.
+
+        Its solution is improved in the end, unless one `at_any_cost` is wanted.
 
         A method need not be monotone: it may succeed in a smaller arena, or with fewer choices. So
         the search starts from the result of a simpler task. It does not depend on the requested
@@ -173,7 +175,7 @@ class Task:
             search = _Interval(task, Smallest(kept.arena_bytes, keep_all_solution(kept)))
             variants = "variants" in self.problem.beyond_recomputation
             if variants or self.request.deadline is not None:
-                found = task.smallest(kept)
+                found = task.smallest(kept, at_any_cost=at_any_cost)
             else:  # only pairs: the full search is that with them
                 search.narrow(PLAIN_PROBES)
                 found = search.known
@@ -183,20 +185,46 @@ class Task:
             if "reorder" not in self.method.switches:
                 request = request.in_program_order()
             first = replace(self, method=METHODS[self.method.starts_from], request=request)
-            best = _smaller(best, first.smallest(everything))
-        return self._search(best)
+            best = _smaller(best, first.smallest(everything, at_any_cost=at_any_cost))
+        search = _Interval(self, best)
+        with contextlib.suppress(TimeLimitError):
+            search.narrow()
+        return _smaller(search.known, best) if at_any_cost else search.improved()
+
+    def at_any_costs(self) -> Solution:
+        """The solution of least memory that is found without costs: each op counts alike.
+
+        Costs decide what a method evicts, so its smallest arena depends on them. This one is the
+        same for all graphs that differ in costs alone, as a step's on two machines do. Variants and
+        transfers are not used.
+        """
+        problem = self.problem
+        equal: dict[str, object] = {"cost_us": 1.0, "variants": []}
+        graph = problem.graph.model_copy(
+            {"ops": [op.model_copy(equal) for op in problem.graph.ops]}
+        )
+        places = problem.alignment, problem.outputs, 0, problem.outside
+        task = replace(self, problem=Problem.with_places(graph, *places))
+        everything = lay_out_everything(task.problem).placed
+        return self._from_plain(task.smallest(everything, at_any_cost=True).solution)
+
+    def improved(self, known: Solution, arena: int) -> Solution:
+        """The cheaper of a solution within `arena` bytes and what the method finds from there."""
+        if known.placed.cost_us <= self.problem.floor_us:
+            return known
+        task = self
+        if "variants" not in self.problem.beyond_recomputation:
+            task = replace(self, request=replace(self.request, larger=known.placed))
+        try:
+            found = task.solve(arena)
+        except (DoesNotFitError, TimeLimitError):
+            return known
+        return min(known, found, key=lambda solution: solution.placed.cost_us)
 
     def _from_plain(self, solution: Solution) -> Solution:
         """A solution of the plain problem as one of this, without bounds, which ignore variants."""
         defaults = range(self.problem.op_count)
         return Solution(restore_variants(self.problem, defaults, solution.placed))
-
-    def _search(self, start: Smallest) -> Smallest:
-        """The smallest arena that the method meets, at most that of `start`."""
-        search = _Interval(self, start)
-        with contextlib.suppress(TimeLimitError):
-            search.narrow()
-        return search.improved()
 
 
 def _smaller(a: Smallest, b: Smallest) -> Smallest:

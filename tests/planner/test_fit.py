@@ -1,10 +1,17 @@
 """The largest batch within a limit is one whose own step has a plan within it."""
 
-import pytest
+import random
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.synthetic import gpt
 from coop_plan.planner import plan
 from coop_plan.planner.fit import ONE_FORWARD, Budgeting, fit, largest_sizes, scaled
+from coop_plan.planner.planning import least_at_any_costs
 from coop_plan.schemas import Device, InvalidInputError, parse_graph
+from tests.strategies import graphs
 
 LAYERS = 6
 
@@ -104,3 +111,34 @@ def test_where_nothing_fits_there_is_no_batch():
     found = largest_sizes(chain, 4, Budgeting(600), {})
     assert found[ONE_FORWARD].size == 0
     assert found[ONE_FORWARD].plan is None
+
+
+def recosted(graph, draw):
+    """The same step on another machine."""
+    ops = [
+        op.model_copy({"cost_us": draw.uniform(0, draw.choice([0.1, 3, 99]))}) for op in graph.ops
+    ]
+    return graph.model_copy({"ops": ops})
+
+
+def check_any_costs(graph, draw, budget, **options):
+    made = plan(recosted(graph, draw), budget, smallest=True, **options)
+    assert made.peak_bytes <= budget
+
+
+@pytest.mark.parametrize("layers", [3, 4, 5, 12])
+def test_the_smallest_budget_has_a_plan_at_any_costs(layers):
+    """`coop-plan fit` prints it by modelled costs, and the runtime plans by measured ones."""
+    draw = random.Random(layers)
+    graph = recosted(gpt(layers, draw.choice([512, 4096])), draw)
+    least = fit(graph, Budgeting(1, "gradients")).least
+    check_any_costs(graph, draw, least.budget_bytes, outputs="gradients")
+
+
+@settings(max_examples=30, deadline=None)
+@given(graph=graphs(max_ops=12, variants=False), draw=st.randoms(use_true_random=False))
+def test_the_smallest_budget_of_a_small_graph_has_a_plan_at_any_costs(graph, draw):
+    least = least_at_any_costs(graph, alignment=8)
+    assert least.peak_bytes <= least.budget_bytes
+    if least.budget_bytes:
+        check_any_costs(graph, draw, least.budget_bytes, alignment=8)

@@ -5,6 +5,7 @@ import copy
 import ctypes
 import functools
 import gc
+import importlib
 import itertools
 import random
 import sys
@@ -17,6 +18,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from coop_plan import runtime
+from coop_plan.planner.planning import least_at_any_costs
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
 from coop_plan.runtime.device.build import arena as extension
@@ -27,9 +29,11 @@ from coop_plan.runtime.device.copy_engines import (
     cuda_streams,
     measure_link,
 )
-from coop_plan.runtime.execute import find_plan
+from coop_plan.runtime.execute import find_plan, gap
 from coop_plan.runtime.execute.rng_state import CudaGenerator
-from coop_plan.runtime.offline_capture import gap
+from coop_plan.runtime.offline_capture.devices import device
+from coop_plan.runtime.offline_capture.fake_device import CaptureRequest, OfflineCapture
+from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
 from coop_plan.runtime.torch_internals import cuda as library
 from tests.runtime.networks import Mlp
 from tests.runtime.swapping import swap_plan
@@ -293,6 +297,54 @@ def test_an_update_runs_in_the_idle_arena(seed):
         assert [peak for peak, _ in ours[1:4]] == [0, 0, 0]
         assert ours[0][0] <= states
     assert all(mine[0] <= theirs[0] for mine, theirs in zip(ours[:4], eager[:4], strict=True))
+
+
+LOANS = """
+import torch
+from torch import nn
+
+def __getattr__(name):
+    if not name.startswith("of_"):
+        raise AttributeError(name)
+    widths = list(map(int, name[3:].split("_")))
+    def step_of_widths(batch):
+        layers = [m for a, b in zip(widths, widths[1:]) for m in (nn.Linear(a, b), nn.Tanh())]
+        model = nn.Sequential(*layers)
+        return (lambda x: model(x).square().mean()), (torch.randn(batch, widths[0]),)
+    return step_of_widths
+"""
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_smallest_budget_of_fit_has_room_for_the_update(seed, importable):
+    """An arena of the plan's bytes lacks a few for a temporary, which then lies outside it."""
+    draw = random.Random(seed)
+    widths = [draw.choice([32, 60, 129, 300]) for _ in range(draw.randint(3, 6))]
+    rows, update = draw.choice([1, 16, 200]), draw.choice(["plain", "foreach"])
+    importable("loans_of", LOANS)
+    name = "of_" + "_".join(map(str, widths))
+    spec = OptimizerSpec(name="adamw", update=update)
+    asked = {"spec": device("a100-80gb"), "batch": rows, "optimizer": spec, "eager": True}
+    with OfflineCapture() as captures:
+        graph, eager, _ = captures.capture(CaptureRequest(target=f"loans_of:{name}", **asked))
+    least = least_at_any_costs(graph, outputs="gradients", link=0)
+    promised = eager.with_plan(graph, least, rests=False)
+    libraries = eager.step.other - cuda_size(torch.empty(rows, widths[0]))  # here they take nothing
+    budget = eager.step_bytes(graph, least, rests=False) - libraries
+    assert promised <= eager.peak_bytes + 512  # the loss beside the arena, and its last bytes
+
+    before = requested("current")
+    step, (x,) = getattr(importlib.import_module("loans_of"), name)(rows)
+    model, x = step.__closure__[0].cell_contents.cuda(), x.cuda()
+    planned = compiled(step, budget, outputs="gradients", link=0)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=update == "foreach")
+    for turn in range(4):
+        if turn == 1:  # the first call measured ops
+            torch.cuda.reset_peak_memory_stats()
+        planned(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert requested("peak") - before <= promised - libraries
 
 
 def test_an_update_that_fails_leaves_nothing_lent():

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from coop_plan.planner import plan
 from coop_plan.runtime import CaptureError
 from coop_plan.runtime.device import arena
-from coop_plan.runtime.offline_capture import gap
+from coop_plan.runtime.execute import gap
 from coop_plan.runtime.offline_capture.eager_memory import StorageLog, count_eager
 from coop_plan.runtime.offline_capture.eager_parts import PAGE, EagerMemory, EagerParts
 from coop_plan.runtime.offline_capture.optimizer_spec import OPTIMIZERS, OptimizerSpec

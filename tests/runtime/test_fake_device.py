@@ -109,7 +109,7 @@ def calls():
     begin.record()
     copies = cuda.Stream(priority=-1)
     copies.wait_stream(cuda.current_stream())
-    with cuda.stream(copies):
+    with cuda.device(0), cuda.stream(copies):
         batch = torch.ones(2, 4).cuda(non_blocking=True)
     batch.record_stream(cuda.current_stream())
     end.record(copies)

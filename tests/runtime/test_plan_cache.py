@@ -5,10 +5,12 @@ import sqlite3
 
 import pytest
 
-from coop_plan.planner import find_faults
+from coop_plan.planner import InfeasibleBudgetError, find_faults
 from coop_plan.planner.plan_cache.record import StoredRefusal, read_signed, sign
 from coop_plan.runtime.capture import profiler
+from coop_plan.runtime.execute import find_plan
 from coop_plan.runtime.op_profile import OpProfile
+from coop_plan.runtime.options import Options
 from tests.runtime.starts import start
 
 
@@ -126,3 +128,20 @@ def test_a_damaged_file_costs_a_line_and_is_replaced(cache, caplog):
     assert caplog.text.count("without the cache") == 1
     assert path.with_name("step_plans.sqlite3.damaged").exists()
     assert start()[0].plan_cached
+
+
+@pytest.mark.parametrize(("bound", "searches"), [(50, [False, True]), (101, [False])])
+def test_a_budget_that_the_method_misses_is_searched_from_above(bound, searches):
+    """Unless no schedule of any method meets it."""
+    seen = []
+
+    def make(graph, options):
+        seen.append(options.smallest)
+        if options.smallest:
+            return graph
+        raise InfeasibleBudgetError("m", 100, None, None, "", 0, budget_lower_bound_bytes=bound)
+
+    options = Options.parse({"budget": 100})
+    with pytest.raises(InfeasibleBudgetError) if bound > 100 else contextlib.nullcontext():
+        assert find_plan._or_smallest(make, "graph", options, "", None) == "graph"
+    assert seen == searches

@@ -11,7 +11,11 @@ from coop_plan.api.cli.exit_codes import EXIT_ERROR, EXIT_INVALID, fail
 from coop_plan.schemas import format_bytes
 
 PARTS = ("weights", "gradients", "states", "activations", "update", "other")
-KEPT = {"masters": "float32 masters", "ema": "an average"}
+KEPT = {
+    "masters": "float32 masters",
+    "ema": "an average",
+    "accumulate": "gradients of earlier micro-batches",
+}
 COLUMNS = (*PARTS, "context", "as it is", "smallest", "card", "overhead")
 
 
@@ -50,6 +54,11 @@ COLUMNS = (*PARTS, "context", "as it is", "smallest", "card", "overhead")
     "  [default: as PyTorch: foreach on CUDA, plain on the CPU]",
 )
 @click.option(
+    "--accumulate",
+    is_flag=True,
+    help="Gradients of several micro-batches of this size add up before the optimizer's step.",
+)
+@click.option(
     "--shards",
     type=click.IntRange(1),
     metavar="N",
@@ -70,7 +79,8 @@ def fit(target: str, devices: str, margin: float, as_json: bool, **options: Any)
     FUNCTION takes batch=N and returns (callable, example arguments). For each device are printed
     the memory of eager PyTorch at its peak, the smallest memory with recomputation, and the
     overhead within the device's memory. --batches and --lengths add the largest batch and sequence
-    length at 5 %, 10 % and one forward of overhead. Each plan is verified.
+    length at 5 %, 10 % and one forward of overhead. Each plan is verified. Tensors of the training
+    loop that are no arguments of the callable, as batches of another step, come on top.
     """
     names = devices.split(",")
     width = max(6, *map(len, names))

@@ -72,6 +72,12 @@ class InfeasibleBudgetError(ValueError):
             clauses.append(f"{method} does not use the graph's {' and '.join(unused)}")
         super().__init__("; ".join(clauses))
 
+    @property
+    def proved(self) -> bool:
+        """True if no schedule of any method meets the budget."""
+        bound = self.budget_lower_bound_bytes
+        return bound is not None and self.budget_bytes < bound
+
 
 def _exact(size: int) -> str:
     return f"{size} bytes ({format_bytes(size)})"

@@ -56,7 +56,8 @@ class Counters:
 class Memory:
     """Memory of an arena, on the CPU or a CUDA device, for one run at a time.
 
-    It is allocated at first use. `tenant` is the owner of the last run in it.
+    It is allocated at first use, with at least `wanted` bytes. `tenant` is the owner of the last
+    run in it.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class Memory:
         self._handle = 0
         self._block: Block | None = None
         self._results: list[Callable[[], torch.UntypedStorage | None]] = []
-        self.bytes = 0
+        self.bytes = self.wanted = 0
         self.tenant: object = None
 
     def __del__(self) -> None:
@@ -86,12 +87,16 @@ class Memory:
     def reserve(self, size: int, device: int | None = None) -> int:
         """The handle of at least `size` bytes; no tensor may be live if the memory has to grow.
 
+        It grows to the bytes that are `wanted`, unless a CUDA graph holds its addresses.
+
         On a CUDA device, the current stream waits for the last stream that used the memory.
 
         Raises:
             MemoryError, torch.OutOfMemoryError: out of memory.
             CudaGraphError: the memory would have to grow, and a CUDA graph holds its addresses.
         """
+        if not self.in_cuda_graph:
+            size = max(size, self.wanted)
         current = None if self._block is None else self._block.device
         if self._handle and (self.bytes < size or current != device):
             if self._block is not None and self._block.captured:

@@ -107,6 +107,7 @@ class ArenaPool:
                 other.release_arena(f"'{invocation.name}'")
             sizes.pop(id(given))
         used, busy = sum(sizes.values()), sizes.keys()
+        size = max(size, min(invocation.compiled.arena_bytes, limit - used))
         free = [memory for memory in self.arenas if id(memory) not in busy]
         idle = [m for m in free if m.bytes <= allowed or m.in_cuda_graph]
         idle.sort(key=lambda memory: (memory.bytes < size, memory.bytes))
@@ -118,6 +119,7 @@ class ArenaPool:
             if spare >= 0:
                 self.arenas.append(memory)
         self.arenas.append(found)
+        found.wanted = size
         kept = {id(memory) for memory in self.arenas}
         for memory in free:
             if id(memory) not in kept:

@@ -9,7 +9,8 @@ from coop_plan.runtime.capture.custom_ops import BOXED_KERNELS
 from coop_plan.runtime.capture.graph_builder import device_of, write_input
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.device import cuda
-from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Slots
+from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Slots, aligned
+from coop_plan.runtime.execute.gap import arena_for_loans
 from coop_plan.runtime.execute.lower_to_fx import OCCURRENCE, SharedPlaces, shared_places, split
 from coop_plan.runtime.execute.plan_index import PlanIndex
 from coop_plan.runtime.execute.rng_state import Generator, default_generator
@@ -28,8 +29,11 @@ class CompiledPlan:
     `forward(invocation, inputs)` returns outputs and saved tensors; `backward(invocation, saved +
     tangents)` returns gradients. Each empties its list, so that no tensor outlives its last use.
     `saved_inputs`, `inputs_read` and `updated_inputs` are as in `lower_to_fx.Halves`. `replayed`
-    has the generators of random ops that run more than once, by op. `room` are the bytes of the
-    budget that are left for arenas. `outputs` is where the step's outputs lie, as in `Plan`.
+    has the generators of random ops that run more than once, by op. `outputs` is where the step's
+    outputs lie, as in `Plan`.
+
+    `room` are the bytes of the budget that are left for arenas, `arena_bytes` those of its own: on
+    CUDA more than the plan's, within `room`, if the optimizer's temporaries take more (`loans.py`).
 
     Gradients are named by their position among the primals. `gradient_slots` has the slot of each
     one that is added to a held gradient, None after a prefetch. Those in `consumed` are handed to
@@ -83,6 +87,11 @@ class CompiledPlan:
             captured.device.index,
             smaller=captured.any_sizes,
         )
+        self.arena_bytes = plan.arena_bytes
+        if captured.device.type == "cuda":
+            kept = (b for b in index.final.values() if b.place in self.final_gradients)
+            wanted = arena_for_loans([aligned(buffer.bytes) for buffer in kept])
+            self.arena_bytes = max(plan.arena_bytes, min(self.room, wanted))
         self._clock = clock
         self._program: TransferProgram | None = None
         if index.transfers:

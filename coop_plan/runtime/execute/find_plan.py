@@ -53,7 +53,8 @@ def plan_for(
     was searched for is added to `history`.
 
     A share that cannot be met is raised to the smallest budget, with a warning that begins with
-    `raised`; without that, it is an error as bytes are.
+    `raised`; without that, it is an error as bytes are. Bytes are refused after a search for the
+    smallest budget: the method may miss a plan that it finds from above (`Task.at_any_costs`).
 
     With a server, the plan is the server's. An unreachable server is an error, or with
     `server_fallback="local"` the plan is made here and a warning is logged.
@@ -194,6 +195,8 @@ def _or_smallest(
     try:
         return make(graph, options.plan)
     except InfeasibleBudgetError as error:
+        if options.plan.budget.kind == "bytes" and not error.proved:
+            return make(graph, options.plan.model_copy({"smallest": True}))
         if options.plan.budget.kind != "share" or not raised:
             raise
         reason = str(error)  # text: an error would keep the frames of all callers alive

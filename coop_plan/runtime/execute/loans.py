@@ -6,6 +6,8 @@ free bytes serve the temporaries of `optimizer.step()`: a foreach update makes o
 parameters. The bytes of a step are then those of the forward and backward or of the update, the
 larger of the two, as in eager PyTorch.
 
+- An arena is allocated with room for the temporaries of AdamW, as far as the step's budget goes
+  (`gap.arena_for_loans`): otherwise a gap that lacks a few bytes would serve none.
 - If no gap between the gradients is large, they first move to the arena's start, which costs one
   copy of them on the device. A temporary for which there is no gap lies outside, as without a loan.
 - States, which a first step makes, move to PyTorch's allocator when the step ends. So no tensor of

@@ -28,6 +28,10 @@ BESIDE = "held beside the plan"
 """Name of the tensor for gradients and other memory outside the plan."""
 
 
+HELD = "held gradient"
+"""Beginning of the name of a gradient that is held across steps."""
+
+
 @dataclass(frozen=True)
 class MemoryEnvironment:
     """Memory that a step meets beyond its graph. Gradients by position among the primals.
@@ -117,6 +121,13 @@ def consumable(captured: Captured) -> dict[int, tuple[int, int]]:
     return found
 
 
+def with_held(captured: Captured, reserve: int) -> MemoryEnvironment:
+    """The environment of a micro-batch: earlier ones left all gradients, and `reserve` bytes."""
+    across_steps = frozenset(accumulable(captured))
+    duplicated = frozenset(sizes(captured).keys() - across_steps)
+    return MemoryEnvironment(across_steps, duplicated, reserve=reserve)
+
+
 def under(captured: Captured, environment: MemoryEnvironment) -> Captured:
     """The step in this memory environment."""
     if environment == MemoryEnvironment():
@@ -132,7 +143,7 @@ def under(captured: Captured, environment: MemoryEnvironment) -> Captured:
     after: list[tuple[int, int, int, int]] = []  # (op, position, gradient, changed tensor)
     for position, t in across_steps.items():
         editor.change_tensor(t, kind="activation")
-        held = editor.add_tensor(f"held gradient {position}", own[position], "buffer")
+        held = editor.add_tensor(f"{HELD} {position}", own[position], "buffer")
         after.append((made_at[t], position, t, held))
     change = [0] * (len(graph.ops) + 1)  # change of the live bytes of consumed gradients, by op
     for position, (t, leaf) in consumed.items():

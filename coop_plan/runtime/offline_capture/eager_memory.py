@@ -15,16 +15,18 @@ from typing import Any
 import torch
 
 from coop_plan.runtime.errors import CaptureError
-from coop_plan.runtime.offline_capture.eager_parts import EagerMemory, EagerParts
+from coop_plan.runtime.offline_capture.eager_parts import (
+    ALIGNMENT,
+    EagerMemory,
+    EagerParts,
+    held_padding,
+)
 from coop_plan.runtime.offline_capture.library_memory import library_profile
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
 from coop_plan.runtime.offline_capture.optimizers import Update
 from coop_plan.runtime.offline_capture.roofline import workspace_bytes
 from coop_plan.runtime.torch_internals.ops import storage_key, tree_flatten
 from coop_plan.runtime.torch_internals.tracing import TorchDispatchMode
-
-ALIGNMENT = {"cuda": 512, "cpu": 64}
-"""Multiple to which the allocators of PyTorch round a size."""
 
 
 class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -164,10 +166,13 @@ def count_eager(
     args: Sequence[Any],
     optimizer: OptimizerSpec | None,
     library_bytes: int = 0,
+    *,
+    accumulates: bool = False,
 ) -> EagerMemory:
     """Memory of an iteration of `step(*args)`, whose model was built under `log`.
 
-    Parameters have no gradients before and after. `library_bytes` are held by libraries.
+    Parameters have no gradients before and after. `library_bytes` are held by libraries. If it
+    `accumulates`, the step is that of a later micro-batch, which adds to gradients.
 
     Raises:
         CaptureError: the step reads values of tensors, which fake ones lack, or needs no gradient.
@@ -176,13 +181,14 @@ def count_eager(
     built = log.moment()
     with log:
         log.mark(tree_flatten(list(args))[0], "other")
-    began = log.moment()
-    shape = _run(log, step, args)
-    ended = log.moment()
-    parameters = list(log.parameters.values())
-    trained = [parameter for parameter in parameters if parameter.grad is not None]
-    log.mark(parameters, "weights")
-    log.mark([parameter.grad for parameter in trained], "gradients")
+    for _ in range(2 if accumulates else 1):
+        began = log.moment()
+        shape = _run(log, step, args)
+        ended = log.moment()
+        parameters = list(log.parameters.values())
+        trained = [parameter for parameter in parameters if parameter.grad is not None]
+        log.mark(parameters, "weights")
+        log.mark([parameter.grad for parameter in trained], "gradients")
     update_parts = None
     lent: tuple[int, ...] = ()
     if optimizer is None or not trained:
@@ -203,6 +209,8 @@ def count_eager(
         update_bytes=log.largest("update"),
         unlent_bytes=log.largest("update", lent=False),
         lent=lent,
+        accumulates=accumulates,
+        padding_bytes=held_padding(log.kind, len(trained)) if accumulates else 0,
         # On a GPU most models are built on the host, so their building counts on the CPU alone.
         loading_bytes=log.peak(0, built).total if log.kind == "cpu" else 0,
         dtype=_dtype(parameters),

@@ -2,8 +2,11 @@
 
 import msgspec
 
-from coop_plan.runtime.offline_capture.gap import beyond, gap_for, peak
-from coop_plan.schemas import Compute, Graph, Plan
+from coop_plan.runtime.execute.gap import arena_for_loans, beyond, gap_for, peak
+from coop_plan.schemas import Compute, Graph, Plan, Tensor
+
+ALIGNMENT = {"cuda": 512, "cpu": 64}
+"""Multiple to which the allocators of PyTorch round a size."""
 
 PAGE = 4096
 
@@ -50,6 +53,8 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
         step: peak of forward and backward.
         update: peak of the optimizer's step; None without an optimizer.
         update_bytes: largest temporaries of the optimizer.
+        accumulates: the step is that of a later micro-batch, with its gradients outside the arena.
+        padding_bytes: those that then share pages with gradients on a CPU.
         lent: those that an idle arena serves on CUDA.
         unlent_bytes: largest other temporaries, if some are lent.
         resident_bytes: those of weights, inputs and buffers that the captured graph contains.
@@ -61,6 +66,8 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
     step: EagerParts
     update: EagerParts | None = None
     update_bytes: int = 0
+    accumulates: bool = False
+    padding_bytes: int = 0
     lent: tuple[int, ...] = ()
     unlent_bytes: int = 0
     resident_bytes: int = 0
@@ -105,30 +112,61 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
             beside = 0
         return self.step.states + beside + max(0, missing)
 
-    def with_plan(self, graph: Graph, made: Plan, *, rests: bool) -> int:
-        """The peak of an iteration whose step has a plan with the gradients in its arena."""
+    def with_plan(self, graph: Graph, made: Plan, *, rests: bool, budget: int | None = None) -> int:
+        """The peak of an iteration whose step has a plan with the gradients in its arena.
+
+        The runtime is given `budget` bytes for the step, by default those of `step_bytes`.
+        """
         if self.update is None:
             return made.peak_bytes + self.updating_bytes + self.outside_step(rests=rests)
-        apart = self.update.total - self.update.gradients
+        inside = 0 if self.accumulates else self.update.gradients
+        apart = self.update.total - inside
         if rests:  # whole pages of gradients stay
-            updating = apart + _pages_of_gradients(graph, made)
-        else:
-            updating = apart - self.update.update + made.arena_bytes
-            updating += self.unlent_bytes if self.lent else self.update_bytes
-            updating += beyond(self.lent, made.arena_bytes - self.update.gradients)
-        return max(made.peak_bytes + self.outside_step(rests=True), updating)
+            updating = apart + self.padding_bytes + _pages_of_gradients(graph, made)
+            return max(made.peak_bytes + self.outside_step(rests=True), updating)
+        if budget is None:
+            budget = self.step_bytes(graph, made, rests=rests)
+        arena = self._arena_bytes(graph, made, budget)
+        beside = self.unlent_bytes if self.lent else self.update_bytes
+        beside += beyond(self.lent, arena - inside)
+        stepping = made.peak_bytes - made.arena_bytes + self.outside_step(rests=True)
+        return arena + max(stepping, apart - self.update.update + beside)
+
+    def step_bytes(self, graph: Graph, made: Plan, *, rests: bool) -> int:
+        """The budget, at least the plan's, with which an iteration by it takes the fewest bytes.
+
+        An arena with a little more than the plan's bytes may save the update's temporaries.
+        """
+        least = made.budget_bytes + self.updating_bytes
+        if rests or self.update is None or not self.lent:
+            return least
+        inside = 0 if self.accumulates else self.update.gradients
+        filled = made.peak_bytes - made.arena_bytes + inside + gap_for(self.lent)
+        return min(
+            (least, max(least, filled)),
+            key=lambda budget: self.with_plan(graph, made, rests=rests, budget=budget),
+        )
+
+    def _arena_bytes(self, graph: Graph, made: Plan, budget: int) -> int:
+        """Bytes that the runtime allocates for the arena of a plan on CUDA, within a budget."""
+        room = budget - (made.peak_bytes - made.arena_bytes)
+        return max(made.arena_bytes, min(room, arena_for_loans(_gradient_bytes(graph))))
 
     def step_budget(self, graph: Graph, available: int, *, rests: bool) -> int:
         """A budget of the step by which the runtime keeps an iteration within available bytes.
 
         If the arena may be too small for the update's temporaries, these lie beside it. That is
-        so if it lacks room for them and, as tensors are not divided, for the largest once more.
+        so if the budget lacks room for them, or if the runtime does not reserve that and there is
+        no room for the largest once more, as tensors are not divided.
         """
         room = available - self.outside_step(rests=rests)
         if rests or self.update is None or not self.lent:
             return room
         resident = sum(tensor.bytes for tensor in graph.tensors if tensor.resident)
-        enough = resident + self.update.gradients + gap_for(self.lent) + max(self.lent)
+        arena = self.update.gradients + gap_for(self.lent)
+        enough = resident + arena
+        if arena_for_loans(_gradient_bytes(graph)) < arena:
+            enough += max(self.lent)
         return room if room >= enough else room - peak(self.lent)
 
     def figures(self) -> dict[str, int]:
@@ -137,10 +175,26 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
         return parts | {"peak_bytes": self.peak_bytes, "loading_bytes": self.loading_bytes}
 
 
+def held_padding(kind: str, count: int) -> int:
+    """Bytes that share pages with so many gradients of an earlier arena, which stay on a CPU."""
+    return 2 * PAGE * count if kind == "cpu" else 0
+
+
+def _gradients(graph: Graph) -> list[Tensor]:
+    late = {t for op in graph.ops if op.phase == "backward" for t in op.outputs}
+    return [t for t in graph.tensors if t.kind == "output" and t.id in late]
+
+
+def _gradient_bytes(graph: Graph) -> list[int]:
+    """Bytes of the gradients on CUDA."""
+    return [
+        -(-tensor.bytes // ALIGNMENT["cuda"]) * ALIGNMENT["cuda"] for tensor in _gradients(graph)
+    ]
+
+
 def _pages_of_gradients(graph: Graph, made: Plan) -> int:
     """Bytes of the arena's pages in which a step leaves its gradients."""
-    late = {t for op in graph.ops if op.phase == "backward" for t in op.outputs}
-    gradients = {t.id for t in graph.tensors if t.kind == "output" and t.id in late}
+    gradients = {tensor.id for tensor in _gradients(graph)}
     writes = [write for step in made.steps if isinstance(step, Compute) for write in step.writes]
     places = {w.tensor: (w.offset, w.offset + w.bytes) for w in writes if w.offset is not None}
     held = end = 0

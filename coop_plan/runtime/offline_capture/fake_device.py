@@ -8,6 +8,7 @@ for the model.
 """
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import msgspec
 from coop_plan.runtime.errors import CaptureError, RuntimeRefusalError
 from coop_plan.runtime.kernels import Kernels
 from coop_plan.runtime.offline_capture.devices import DeviceSpec
-from coop_plan.runtime.offline_capture.eager_parts import EagerMemory
+from coop_plan.runtime.offline_capture.eager_parts import EagerMemory, held_padding
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
 from coop_plan.schemas import Graph, InvalidInputError, parse_graph
 
@@ -41,7 +42,8 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `target` is `package.module:function`, called with `batch` and `length` if they are set.
     The states of `optimizer` are in the captured graph (`optimizer_state`) unless `states` is false
-    or `eager` true; that counts an eager iteration. Graphs are captured over each of `kernels`.
+    or `eager` true; that counts an eager iteration. Graphs are captured over each of `kernels`. If
+    it `accumulates`, earlier micro-batches have left gradients.
     """
 
     target: str
@@ -52,6 +54,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     states: bool = True
     eager: bool = False
     kernels: tuple[Kernels, ...] = ("eager",)
+    accumulates: bool = False
 
 
 class CaptureResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,7 +192,15 @@ def serve_captures() -> None:
 def _capture(request: CaptureRequest) -> CaptureResponse:
     import torch
 
-    from coop_plan.runtime.gradients.capture_adjust import BESIDE
+    from coop_plan.runtime.capture.joint_graph import Captured as CapturedJoint
+    from coop_plan.runtime.gradients.capture_adjust import (
+        BESIDE,
+        HELD,
+        MemoryEnvironment,
+        consumable,
+        sizes,
+        with_held,
+    )
     from coop_plan.runtime.offline_capture.constant_values import ConstantValues
     from coop_plan.runtime.offline_capture.eager_memory import StorageLog, count_eager
     from coop_plan.runtime.offline_capture.meta_kernels import register_meta_kernels
@@ -233,16 +244,25 @@ def _capture(request: CaptureRequest) -> CaptureResponse:
     optimizer = request.optimizer
     in_backward = optimizer is not None and optimizer.update == "backward"
 
+    def environment(captured: CapturedJoint) -> MemoryEnvironment:
+        if in_backward:
+            return MemoryEnvironment(consumed=frozenset(consumable(captured)))
+        return with_held(captured, held_padding(kind, len(sizes(captured))))
+
     def captured() -> dict[Kernels, Graph]:
-        return graphs_of(
-            step,
-            args,
-            name=request.target.rpartition(":")[2],
-            model=model,
-            optimizer=optimizer if request.states and log is None else None,
-            consumed=in_backward,
-            kernels=request.kernels,
-        )
+        gc.disable()  # it frees nothing of a trace, and takes a tenth of its time
+        try:
+            return graphs_of(
+                step,
+                args,
+                name=request.target.rpartition(":")[2],
+                model=model,
+                optimizer=optimizer if request.states and log is None else None,
+                environment=environment if in_backward or request.accumulates else None,
+                kernels=request.kernels,
+            )
+        finally:
+            gc.enable()
 
     # Under a default device, Dynamo traces PyTorch's Python mode for it at every call of the step:
     # half of a large model's capture time. Only steps without explicit devices need it.
@@ -255,12 +275,16 @@ def _capture(request: CaptureRequest) -> CaptureResponse:
     if log is not None:
         try:
             with pretended():
-                eager = count_eager(log, step, args, optimizer, model.resident_bytes)
+                eager = count_eager(
+                    *(log, step, args, optimizer, model.resident_bytes),
+                    accumulates=request.accumulates,
+                )
         except (InvalidInputError, CaptureError):
             raise
         except Exception as error:
             raise user_failure(request.target, error) from error
-        kept = (t.bytes for t in graphs["eager"].tensors if t.resident and t.name != BESIDE)
+        residents = [t for t in graphs["eager"].tensors if t.resident and t.name != BESIDE]
+        kept = (t.bytes for t in residents if not t.name.startswith(HELD))
         eager = msgspec.structs.replace(eager, resident_bytes=sum(kept))
     texts = {kernels: graph.to_json() for kernels, graph in graphs.items()}
     return CaptureResponse(graphs=texts, eager=eager)

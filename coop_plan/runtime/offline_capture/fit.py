@@ -55,6 +55,7 @@ def fit(
     ema: bool = False,
     shards: int | None = None,
     kernels: Kernels = "eager",
+    accumulate: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """The figures of a training step on each device, as in `coop-plan fit --json`.
 
@@ -72,15 +73,19 @@ def fit(
         lengths: also search the largest lengths.
         ema: an exponential moving average of the trained parameters is kept.
         shards: also count a rank of so many that share weights, gradients and states.
+        accumulate: gradients of several micro-batches add up before the optimizer's step.
         kernels: "fused" plans the step over fused regions, too, and takes the better plan.
 
     Raises:
-        InvalidInputError: options of an optimizer without one, or `lengths` without a length.
+        InvalidInputError: options of an optimizer without one, `lengths` without a length, or
+            gradients that add up and are freed in the backward.
     """
     if lengths and length is None:
         raise InvalidInputError("the largest lengths are searched from a first one: give --length")
     if optimizer is None and (masters or update or ema):
         raise InvalidInputError("masters, update and ema are those of an optimizer: name one")
+    if accumulate and update == "backward":
+        raise InvalidInputError("an update in the backward frees the gradients: they cannot add up")
     spec = optimizer and OptimizerSpec(name=optimizer, masters=masters, update=update, ema=ema)
     sizes: Sizes = {"batch": batch, "length": length}
     searched = [size for size, asked in (("batch", batches), ("length", lengths)) if asked]
@@ -91,6 +96,7 @@ def fit(
         "masters": masters,
         "update": update,
         "ema": ema,
+        "accumulate": accumulate,
     }
     kinds: tuple[Kernels, ...] = ("eager", "fused") if kernels == "fused" else ("eager",)
     with fake_device.OfflineCapture() as captures:
@@ -108,6 +114,7 @@ def fit(
                 states=False,
                 eager=eager,
                 kernels=kinds,
+                accumulates=accumulate,
                 **sizes,
             )
             found = captures.capture(request)
@@ -152,7 +159,7 @@ def _figures_on(
         batch = batch or sizes["batch"] or 1
         return {
             "peak_bytes": eager.with_plan(graph, made, rests=rests),
-            "budget_bytes": made.peak_bytes + eager.updating_bytes,
+            "budget_bytes": eager.step_bytes(graph, made, rests=rests),
             "overhead": made.overhead,
             "cost_us": made.cost_us,
             "samples_per_s": batch / max(made.cost_us * 1e-6, 1e-12),
@@ -161,9 +168,10 @@ def _figures_on(
     fits = {kernels: plans_of(over, budget) for kernels, over in graphs.items()}
     as_it_is = of(fits["eager"].kept) | {"peak_bytes": eager.peak_bytes, "budget_bytes": None}
     kept = min((found.kept for found in fits.values()), key=_by_peak)
-    least = min((found.least for found in fits.values()), key=_by_peak)
+    least = min((found.least for found in fits.values()), key=_by_budget)
     planned = [found.planned for found in fits.values() if found.planned is not None]
-    smallest, within = of(least), of(min(planned, key=_by_cost, default=least))
+    smallest = of(_whole_budget(least))
+    within = of(min(planned, key=_by_cost)) if planned else dict(smallest)
     if eager.peak_bytes < smallest["peak_bytes"]:
         smallest = as_it_is
     if max(eager.loading_bytes, within["peak_bytes"]) > available:
@@ -199,8 +207,18 @@ def _by_kernels(found: fake_device.Captured) -> dict[Kernels, Graph]:
     return graphs if found.fused is None else graphs | {"fused": found.fused}
 
 
+def _whole_budget(made: Plan) -> Plan:
+    """A plan with all bytes of its budget, which one at other costs may take."""
+    arena = made.arena_bytes + made.budget_bytes - made.peak_bytes
+    return made.model_copy({"peak_bytes": made.budget_bytes, "arena_bytes": arena})
+
+
 def _by_peak(made: Plan) -> tuple[float, float]:
     return made.peak_bytes, made.cost_us
+
+
+def _by_budget(made: Plan) -> tuple[float, float]:
+    return made.budget_bytes, made.cost_us
 
 
 def _by_cost(made: Plan) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from coop_plan.runtime.capture.tracing_rules import as_eager
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.fused.compiled import compiled_op, modelled_op
 from coop_plan.runtime.fused.regions import fuse_regions
-from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment, consumable, under
+from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment, under
 from coop_plan.runtime.kernels import Kernels
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
 from coop_plan.runtime.offline_capture.optimizer_state import with_optimizer_state
@@ -171,14 +171,14 @@ def graphs_of(
     optimizer: OptimizerSpec | None = None,
     *,
     variants: bool = False,
-    consumed: bool = False,
+    environment: Callable[[Captured], MemoryEnvironment] | None = None,
     kernels: Sequence[Kernels] = ("eager",),
 ) -> dict[Kernels, Graph]:
     """The profiled joint graphs of `step(*args, **kwargs)` by `kernels`; the step is not run.
 
     With a cost `model` all tensors are fake ones. The state of an `optimizer` is a resident tensor
-    (`optimizer_state`). `variants` adds variants of ops, if there is no `model`. If gradients are
-    `consumed`, hooks of an optimizer free each one in the backward.
+    (`optimizer_state`). `variants` adds variants of ops, if there is no `model`. `environment`
+    is of the captured step: none without it.
 
     Raises:
         CaptureError: a graph break, nothing that needs a gradient, or an op that cannot be planned.
@@ -236,9 +236,8 @@ def graphs_of(
         raise CaptureError(f"'{name}' was not captured: it runs no PyTorch op on tensors")
     made: dict[Kernels, Graph] = {}
     for kind, captured in found.items():
-        if consumed:
-            environment = MemoryEnvironment(consumed=frozenset(consumable(captured)))
-            captured = under(captured, environment)
+        if environment is not None:
+            captured = under(captured, environment(captured))
         made[kind] = with_optimizer_state(captured, optimizer) if optimizer else captured.graph
     return made
 

@@ -158,6 +158,8 @@ def pretend_cuda(name: str, memory_bytes: int) -> None:
     cuda.mem_get_info = lambda device=None: (memory_bytes, memory_bytes)
     for function in DEVICE_CALLS:
         setattr(cuda, function, lambda *_, **__: None)
+    for function in ("_exchange_device", "_maybe_exchange_device"):  # of `torch.cuda.device`
+        setattr(cuda, function, lambda _: 0)
     for function in ("Stream", "Event", "stream", "current_stream", "default_stream"):
         setattr(cuda, function, Idle)
     tensor: Any = torch.Tensor

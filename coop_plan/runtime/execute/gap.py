@@ -1,10 +1,21 @@
-"""Temporaries of an update in the free bytes of an idle arena (`runtime/execute/loans.py`)."""
+"""Temporaries of an update in the free bytes of an idle arena on CUDA (`loans.py`).
+
+`coop-plan fit` counts here as the runtime allocates, without PyTorch.
+"""
 
 import itertools
 from collections.abc import Sequence
 
 Changes = Sequence[int]
 """Allocations, as their bytes, and frees, as -1 - the number of an allocation, in order."""
+
+
+def arena_for_loans(gradients: Sequence[int]) -> int:
+    """Bytes of an arena that holds gradients of these bytes, and the temporaries of their update.
+
+    A foreach update of AdamW makes a copy of all parameters, a plain one two of each in turn.
+    """
+    return sum(gradients) + max(sum(gradients), 2 * max(gradients, default=0))
 
 
 def beyond(changes: Changes, gap: int) -> int:
