@@ -171,6 +171,26 @@ def test_probes_of_a_larger_graph_start_from_the_least_schedule_before_one_full_
     assert starts == sorted(starts, reverse=True) != []
 
 
+@pytest.mark.parametrize("count", [55, 70, 100])
+def test_the_annealing_from_a_schedule_of_many_runs_is_no_longer_than_that_of_a_plan(
+    count, monkeypatch
+):
+    """A step and a layout take as many times longer as the schedule has runs an op."""
+    graph, found = stacked(count), []
+    run = SequenceAnnealing.run_fixed_length
+
+    def recorded(annealing, divisor=1):
+        found.append((annealing.feasible.size / len(graph.ops), divisor))
+        run(annealing, divisor)
+
+    monkeypatch.setattr(SequenceAnnealing, "run_fixed_length", recorded)
+    plan(graph, "min")
+    assert found
+    for runs_per_op, divisor in found:
+        assert runs_per_op > 2
+        assert divisor >= DEFAULT_PARAMS.start_divisor * int(runs_per_op) ** 2
+
+
 def test_a_small_graph_meets_its_smallest_budget_without_a_start(requests):
     plan(stacked(8), "min")
     assert {request.larger for request in requests} == {None}

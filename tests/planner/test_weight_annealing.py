@@ -69,7 +69,7 @@ def test_nothing_to_keep_is_no_trouble():
 
 
 def test_plans_get_cheaper_and_fit(problem, request_):
-    at_once = replace(DEFAULTS.sequence_annealing, fixed_steps=1, max_fixed_effort=1e-9)
+    at_once = replace(DEFAULTS.sequence_annealing, max_fixed_effort=1e-9)
     method = CoopOffline(problem, request_, replace(DEFAULTS, sequence_annealing=at_once))
     method.begin()
     before = method.solution().placed.cost_us

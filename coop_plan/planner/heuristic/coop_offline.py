@@ -101,14 +101,15 @@ class CoopOffline:
     def _anneal(self) -> None:
         """Anneal the incumbent's sequence for a fixed length, shorter with a larger schedule.
 
-        That schedule has many recomputes and hardly free memory, so a step takes as many times
-        longer as it has runs an op, and rarely saves anything.
+        That schedule has hardly free memory, so a step takes as many times longer as it has runs an
+        op, and its layouts do, too. With many runs an op a step rarely saves anything.
         """
         found, divisor = self.portfolio.best.found, 1
         assert found is not None
         ops = found.run.ops
         if self.request.larger is not None:
-            divisor = self.params.start_divisor * max(1, ops.size // self.problem.op_count)
+            runs_per_op = max(1, ops.size // self.problem.op_count)
+            divisor = self.params.start_divisor * runs_per_op**2
         SequenceAnnealing(self.portfolio, ops).run_fixed_length(divisor)
 
     def _offer_start(self) -> None:

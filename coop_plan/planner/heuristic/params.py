@@ -236,17 +236,15 @@ class SequenceAnnealingParams(SequenceParams):
     margin: Share = 1e-3
     """Memory to keep free at the fullest event of a failed layout, as a share of the arena."""
 
-    fixed_steps: Count = 30_000
-    """Least steps of the fixed-length phase, which has no deadline."""
-    fixed_steps_per_event: Count = 30
-    """Most steps of that phase per event, if these are more."""
-    max_fixed_effort: Positive = 1350.0
-    """Most steps of that phase per event times the square root of the events. A step's time grows
-    with that root, so this limits the time per event."""
-    max_effort_events: Count = 6700
-    """Events up to which that limit is per event; with more the whole time is limited."""
-    max_fixed_steps_per_event: Count = 400
-    """Most of these least steps per event, on tiny graphs."""
+    fixed_steps_per_event: Count = 25
+    """Steps per event of the fixed-length phase, which has no deadline."""
+    min_fixed_steps: Count = 28_000
+    """Least steps of that phase."""
+    max_fixed_effort: Positive = 1.37e7
+    """Most steps of that phase times the square root of the events. A step's time grows with that
+    root, so this limits the time of the phase."""
+    max_least_steps_per_event: Count = 400
+    """Most of the least steps per event, on tiny graphs."""
 
     fixed_chunks: Count = 40
     """Checks of the result in that phase."""
@@ -295,9 +293,9 @@ class SequenceAnnealingParams(SequenceParams):
 
         The temperature is in mean costs of an op.
         """
-        effort = self.max_fixed_effort * min(events, self.max_effort_events)
-        steps = min(self.fixed_steps_per_event * events, int(effort / math.sqrt(events)))
-        steps = min(max(self.fixed_steps, steps), self.max_fixed_steps_per_event * events)
+        least = min(self.min_fixed_steps, self.max_least_steps_per_event * events)
+        most = int(self.max_fixed_effort / math.sqrt(events))
+        steps = min(max(least, self.fixed_steps_per_event * events), most)
         steps = max(1, steps // divisor)
         share = min(1.0, steps / events / self.cooling_steps_per_event)
         return steps, self.fixed_temperature * share
