@@ -198,7 +198,7 @@ def _planned(
         smallest = task.smallest(everything)
         if smallest.solution.placed.arena_bytes <= limit:  # the method is not monotone
             return finish(smallest.solution, budget_bytes)
-        least = problem.fixed_bytes + min(smallest.arena_bytes, known.placed.arena_bytes)
+        least = problem.fixed_bytes + smallest.arena_bytes
     met = problem.fixed_bytes + everything.arena_bytes
     raise _refusal(task, budget_bytes, blocking, least, met)
 

@@ -168,8 +168,12 @@ class _JointSearch:
         if key in self._methods or self.proved() or self.request.out_of_time():
             return
         request = replace(self.request.part(share), progress=None, start=start)
+        try:
+            alone = fix_variants(self.problem, chosen)
+        except NoScheduleError:  # a later run makes a tensor that the first one does not
+            return
         with self._keeping_errors():
-            method = CoopOffline(fix_variants(self.problem, chosen), request)
+            method = CoopOffline(alone, request)
             method.begin()
             self._methods[key] = method
             self._offer(restore_variants(self.problem, chosen, method.solution().placed))
