@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from benchmarks.synthetic import gpt
 from coop_plan.planner import Problem
+from coop_plan.planner.exact import auto
 from coop_plan.planner.exact.auto import solve_auto
 from coop_plan.planner.exact.dual.any_order import AnyOrderBounding
 from coop_plan.planner.exact.model.point_selection import Ancestry, Chains, ops_over_capacity
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.optimal import solve_optimal
 from coop_plan.planner.exact.params import DEFAULTS
-from coop_plan.planner.heuristic.coop_offline import in_any_order
+from coop_plan.planner.heuristic.coop_offline import in_any_order, solve_coop_offline
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.registry import Request
 from tests.planner.brute_force import cheapest
@@ -105,3 +106,23 @@ def test_auto_ends_with_the_proof_of_such_a_plan():
     params = replace(DEFAULTS, search=replace(DEFAULTS.search, reorder_seconds=60.0))
     made = solve_auto(problem, Request(arena, deadline=time.monotonic() + 90), params)
     assert (made.status, made.bound_model) == ("optimal", "any")
+
+
+def test_a_time_too_short_for_a_model_is_coop_offlines(monkeypatch):
+    """A model that times out took it: plans cost twice those of coop-offline in that time."""
+    problem = Problem.from_graph(gpt(12), outputs="arena", host_budget=0)
+    arena = int(0.7 * keep_all_schedule(problem).live_bytes().max())
+    request = Request(arena, deadline=time.monotonic() + 60)
+    requests = []
+
+    def asked(problem, request):
+        requests.append(request)
+        return solve_coop_offline(problem, replace(request, deadline=None))
+
+    monkeypatch.setattr(auto, "solve_optimal", None)
+    monkeypatch.setattr(auto, "solve_coop_offline", asked)
+    search = replace(DEFAULTS.search, seconds_per_op=61 / problem.op_count)
+    made = solve_auto(problem, request, replace(DEFAULTS, search=search))
+    assert requests == [request]
+    assert made.placed.arena_bytes <= arena
+    assert (made.status, made.lower_bound_us) == ("feasible", problem.floor_us)

@@ -12,7 +12,7 @@ from coop_plan.planner.exact.incumbent import Incumbent
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.optimal import solve_optimal
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams
-from coop_plan.planner.heuristic.coop_offline import in_any_order
+from coop_plan.planner.heuristic.coop_offline import in_any_order, solve_coop_offline
 from coop_plan.planner.keep_all import solve_keep_all
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.search.compute.annealing import cheaper, reordered
@@ -24,7 +24,8 @@ def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULT
     `optimal` starts from coop-offline, whose portfolio includes coop. Its plan and its bound are in
     program order. A share of the time, but not much more than `optimal` took, is for other orders
     of first runs, and for a bound that holds in any order. That bound is published if it proves the
-    plan, if the plan costs less than the bound of program order, or if it is the higher one.
+    plan, if the plan costs less than the bound of program order, or if it is the higher one. A time
+    limit in which no model of the graph is solved is coop-offline's alone.
     """
     try:
         return solve_keep_all(problem, request)
@@ -32,6 +33,10 @@ def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULT
         pass
     if "reorder" in request.off or request.any_schedule:
         return solve_optimal(problem, request, params)
+    left = math.inf if request.deadline is None else request.deadline - time.monotonic()
+    if left < params.search.least_seconds(problem.op_count):
+        found = solve_coop_offline(problem, request)
+        return Solution(found.placed, "feasible", problem.floor_us, "any")
     transfers = "transfers" in problem.beyond_recomputation
     solve = _other_orders_first if transfers or any(problem.overwritten) else _program_order_first
     with BoundingProcess(params) as process:

@@ -29,6 +29,9 @@ class SearchParams(Params):
     heuristic_share: Share = 0.25
     """Share of the time left for coop-offline when it does not run to its own end."""
 
+    seconds_per_op: Seconds = 2e-3
+    """Time per op, s, below which `auto` leaves all of it to coop-offline."""
+
     reorder_share: Share = 0.2
     """Share of the time that `auto` reserves for other orders of first runs."""
 
@@ -65,6 +68,10 @@ class SearchParams(Params):
     """Time for improving a plan by the joint model, s; without a plan it has all the time left. The
     joint model has no transfers: with a host link this time goes to coop-offline.
     """
+
+    def least_seconds(self, ops: int) -> float:
+        """Time (s) in which a model of so many ops may be solved."""
+        return self.seconds_per_op * ops if ops > self.tiny_graph_ops else 0.0
 
     def heuristic_runs_to_end(self, ops: int, left: float) -> bool:
         """True if coop-offline runs to its own end on this many ops with `left` s left."""
