@@ -1,5 +1,6 @@
 """Interface of planning methods: a problem and an arena size in, a placed schedule out."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,11 @@ class Request:
     def in_program_order(self) -> "Request":
         """The request restricted to schedules with first runs in program order."""
         return replace(self, off=self.off | {"reorder"})
+
+    @property
+    def seconds_left(self) -> float:
+        """Time until the deadline, s; infinite without one."""
+        return math.inf if self.deadline is None else self.deadline - time.monotonic()
 
     def out_of_time(self) -> bool:
         """True if the deadline has passed."""

@@ -1,6 +1,5 @@
 """auto: keep-all if it fits; else `optimal`, starting from coop-offline, and other orders."""
 
-import math
 import time
 from dataclasses import dataclass, replace
 
@@ -33,8 +32,7 @@ def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULT
         pass
     if "reorder" in request.off or request.any_schedule:
         return solve_optimal(problem, request, params)
-    left = math.inf if request.deadline is None else request.deadline - time.monotonic()
-    if left < params.search.least_seconds(problem.op_count):
+    if request.seconds_left < params.search.least_seconds(problem.op_count):
         found = solve_coop_offline(problem, request)
         return Solution(found.placed, "feasible", problem.floor_us, "any")
     transfers = "transfers" in problem.beyond_recomputation
@@ -73,9 +71,8 @@ def _other_orders_first(
     problem: Problem, request: Request, params: ExactParams, bound: _AnyOrderBound
 ) -> tuple[Solution, PlacedSchedule | None]:
     """coop-offline in any order, whose search cannot start from `optimal`, then `optimal`."""
-    left = math.inf if request.deadline is None else request.deadline - time.monotonic()
     other = None
-    if params.search.heuristic_runs_to_end(problem.op_count, left):
+    if params.search.heuristic_runs_to_end(problem.op_count, request.seconds_left):
         bound.begin()
         other = in_any_order(problem, request)
         bound.bound_us()

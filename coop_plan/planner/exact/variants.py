@@ -16,7 +16,7 @@ from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
 from coop_plan.planner.exact.dual.background import BoundingProcess
-from coop_plan.planner.exact.incumbent import OPTIMALITY_TOLERANCE, SOLVER_TOLERANCE
+from coop_plan.planner.exact.incumbent import OPTIMALITY_TOLERANCE, Incumbent
 from coop_plan.planner.exact.model.milp import INFINITY
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.variants import fix_variants, restore_variants
@@ -219,22 +219,18 @@ def _with_transfers(
     with BoundingProcess() as bounding:
         program = Program.of(problem, variants=True)
         bounding.begin(program, program.problem.rounded(request.arena_bytes), set())
-        best_us = problem.floor_us
+        incumbent = Incumbent(problem, request.arena_bytes)
 
         def bound_us() -> float:
-            nonlocal best_us
-            proved = bounding.proved() - problem.base_cost_us * SOLVER_TOLERANCE
-            best_us = max(best_us, proved)
-            return best_us
+            incumbent.prove(bounding.proved())
+            return incumbent.bound_us
 
         placed = _JointSearch(problem, request, params, bound_us).run()
-        bound, cost_us = bound_us(), placed.cost_us
-    if cost_us < bound * (1 - OPTIMALITY_TOLERANCE):  # in another order of first runs
+        bound = bound_us()
+    if placed.cost_us < bound * (1 - OPTIMALITY_TOLERANCE):  # in another order of first runs
         return Solution(placed, "feasible", problem.floor_us, "any")
-    proved = cost_us <= bound * (1 + OPTIMALITY_TOLERANCE)
-    return Solution(
-        placed, "optimal" if proved else "feasible", min(bound, cost_us), "program-order"
-    )
+    incumbent.offer(placed)
+    return incumbent.answer()
 
 
 def _ops(schedule: Schedule) -> tuple[int, ...]:
