@@ -24,7 +24,7 @@ from coop_plan.planner.heuristic.weight_annealing import WeightAnnealing, interv
 from coop_plan.planner.keep_all import SMALL_PROBLEM_OPS
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.online.methods import run_coop
-from coop_plan.planner.online.run import CostLimitError, OnlineRun
+from coop_plan.planner.online.run import OnlineRun
 from coop_plan.planner.search.compute.annealing import SequenceAnnealing
 from coop_plan.planner.search.makespan.annealing import MakespanSearch, run_parallel
 from coop_plan.planner.search.makespan.sequence import to_sequence
@@ -74,14 +74,11 @@ class CoopOffline:
         short = self._transfer_plan, self._best_sequence
         self._transfer_plan = self._best_sequence = None
         self._makespan_searches = 0
-        # Coop's run costs the square of the ops, so it is limited if it is not the last resort.
-        limit = (
-            np.inf if self._cost_us == np.inf else self.params.coop_scans * self.problem.op_count
-        )
-        with contextlib.suppress(DoesNotFitError, TimeLimitError, CostLimitError):
-            quiet = replace(request, progress=None, off=frozenset())
-            best = portfolio.best.cost_us
-            self._online = run_coop(self.problem, quiet, cost_limit=best, scan_limit=limit)
+        # Coop's run takes time in proportion to the square of the ops, and is rarely the cheapest.
+        if self._cost_us == np.inf or self.problem.op_count <= self.params.coop_ops:
+            with contextlib.suppress(DoesNotFitError, TimeLimitError):
+                quiet = replace(request, progress=None, off=frozenset())
+                self._online = run_coop(self.problem, quiet)
         if request.any_schedule:
             return
         if portfolio.best.found is not None:

@@ -315,8 +315,8 @@ class CoopOfflineParams(Params):
 
     makespan: MakespanParams = MAKESPAN
 
-    coop_scans: Count = 1024
-    """Most blocks per op at which Coop's own run looks if another run fits."""
+    coop_ops: Size = 300
+    """Ops up to which Coop's own run is made although another run fits."""
 
     start_shares: tuple[Share, ...] = (0.25, 0.5, 0.75)
     """Further starts of the joint search: recompute plans at these shares between arena and peak.
