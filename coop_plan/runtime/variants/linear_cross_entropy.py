@@ -72,7 +72,7 @@ class Head:
 
     @property
     def products_again(self) -> int:
-        """How often chunks compute the product again."""
+        """Number of times that chunks compute the product again."""
         return (self.by_input is not None) + (self.by_weight is not None)
 
     @property
