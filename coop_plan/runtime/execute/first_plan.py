@@ -80,13 +80,15 @@ class Planner:
     """Makes first plans within the budget of `options`.
 
     A share that cannot be met is raised, with a warning that begins with `raised`. With `hooked`
-    leaves, hooks are assumed to consume gradients if the budget is infeasible otherwise.
+    leaves, hooks are assumed to consume gradients if the budget is infeasible otherwise. Without
+    `from_above`, bytes that the method misses are not searched for from above.
     """
 
     options: Options
     history: ShapeHistory
     raised: str
     hooked: bool
+    from_above: bool = True
 
     def plan(self, captured: Captured) -> FirstPlan:
         """The plan of a step.
@@ -105,6 +107,7 @@ class Planner:
                 raised="" if consumed else self.raised,
                 history=self.history,
                 checkpoints=captured.checkpoints,
+                from_above=self.from_above,
             )
         except InfeasibleBudgetError as error:
             if not consumed:
@@ -112,7 +115,8 @@ class Planner:
             now = MemoryEnvironment(consumed=consumed)
             under = capture_adjust.under(captured, now)
             try:
-                made, cached = plan_for(under.graph, self.options.within(error.budget_bytes))
+                within = self.options.within(error.budget_bytes)
+                made, cached = plan_for(under.graph, within, from_above=self.from_above)
             except InfeasibleBudgetError:
                 if self.options.plan.budget.kind == "bytes":
                     raise error from None
@@ -170,7 +174,8 @@ class Planner:
         exact = replace(self, raised="")
         best = exact.plan(captured)
         try:
-            other = whole(exact.within(best.plan.budget_bytes))
+            within = exact.within(best.plan.budget_bytes)
+            other = whole(replace(within, from_above=False))
         except InfeasibleBudgetError:
             return best
         return min(best, other, key=lambda found: found.plan.cost_us)
@@ -205,7 +210,8 @@ class Planner:
             if captured is None:
                 return best
             try:
-                other = exact.within(best.plan.budget_bytes).plan(captured)
+                within = exact.within(best.plan.budget_bytes)
+                other = replace(within, from_above=False).plan(captured)
             except InfeasibleBudgetError:
                 return best
             return min(best, other, key=lambda found: found.plan.cost_us)
