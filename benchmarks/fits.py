@@ -4,8 +4,8 @@
 
 Each setup is rebuilt from its configuration with random weights, on fake tensors of an A100;
 nothing is downloaded. "Published" is the figure of its authors, and "measured" its counter. "Eager"
-is eager PyTorch of this version, counted; models have what older versions kept besides. "Keep-all" and, with `--smallest`, the smallest are plans
-with the bytes outside the step.
+is eager PyTorch of this version, counted; models have what older versions kept besides. "Keep-all"
+and, with `--smallest`, the smallest are plans with the bytes outside the step.
 Exits 1 if eager differs from an allocated figure by more than 6 % without a reason.
 """
 
@@ -78,7 +78,7 @@ SETUPS = [
         5.69,
         "reserved",
         RASCHKA,
-        reason="reserved; no part of it is confirmed",
+        reason="reserved; cause not confirmed",
     ),
     Setup("bert_large", 1, 7.69, "driver", ANATOMY, update="plain", zeroed=True),
     *(
