@@ -34,7 +34,7 @@ ANATOMY = "huggingface.co/docs/transformers/v4.35.0/model_memory_anatomy, perf_t
 IN_BACKWARD = "pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial"
 COLLECTED = "figure collected for issue 49; its source was not looked up again"
 LITGPT = "github.com/Lightning-AI/litgpt, tutorials/resource-tables.md: PyTorch 2.1, A100-40GB"
-MMSEG = "github.com/open-mmlab/mmsegmentation, configs/fcn/README.md, docs/model_zoo.md: 4 GPUs"
+MMSEG = "github.com/open-mmlab/mmsegmentation, configs/fcn: 4 GPUs, 2 images each"
 RASCHKA = "lightning.ai/pages/community/tutorial/pytorch-memory-vit-llm"
 
 
