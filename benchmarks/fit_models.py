@@ -15,6 +15,44 @@ HEAD_ROWS = 128
 """Positions whose logits LitGPT computes at once when it fine-tunes."""
 
 
+class OldSoftmax(torch.autograd.Function):
+    """Softmax over a dimension, or its logarithm, whose backward keeps the input, too.
+
+    That of PyTorch before 1.11 did (pull request 65242).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, logarithm: bool) -> Tensor:
+        found = (torch.log_softmax if logarithm else torch.softmax)(x, dim)
+        ctx.save_for_backward(x, found)
+        ctx.dim, ctx.logarithm = dim, logarithm
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, found = ctx.saved_tensors
+        aten = torch.ops.aten
+        backward = aten._log_softmax_backward_data if ctx.logarithm else aten._softmax_backward_data
+        return backward(gradients[0], found, ctx.dim, x.dtype), None, None
+
+
+def old_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention of transformers as matrix products, with the softmax of PyTorch before 1.11."""
+    scores = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = F.dropout(OldSoftmax.apply(scores, -1, False), dropout, module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
 class RMSNorm(nn.Module):
     """Root mean square norm, op by op as in LitGPT."""
 
@@ -180,7 +218,10 @@ class LoraTransformer(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin)
         x = self.norm(x)
-        logits = [self.head(part) for part in x[:, :-1].split(HEAD_ROWS, 1)]
+        logits = [self.head(part) for part in x.split(HEAD_ROWS, 1)]
+        # Lightning's Fabric converts a model's outputs to float32 (`HalfPrecision.convert_output`).
+        logits = [part.float() for part in logits]
+        logits[-1] = logits[-1][:, :-1]
         if not torch.compiler.is_compiling():
             self.logits = logits
         wanted = ids[:, 1:].split(HEAD_ROWS, 1)
@@ -234,7 +275,12 @@ class Residual(nn.Module):
 
 
 class DilatedFCN(nn.Module):
-    """FCN of MMSegmentation: a ResNet of output stride 8 with a deep stem, an auxiliary head."""
+    """FCN of MMSegmentation: a ResNet of output stride 8 with a deep stem, an auxiliary head.
+
+    It was trained by `DistributedDataParallel`, which has a copy of all gradients in its buckets.
+    """
+
+    buckets: Tensor
 
     def __init__(self, depths: Sequence[int], bottleneck: bool, classes: int = 19) -> None:
         super().__init__()
@@ -263,6 +309,7 @@ class DilatedFCN(nn.Module):
             nn.Dropout2d(0.1),
             nn.Conv2d(inner // 2, classes, 1),
         )
+        self.register_buffer("buckets", torch.zeros(sum(p.numel() for p in self.parameters())))
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         x, found = self.stem(images), []
@@ -274,4 +321,5 @@ class DilatedFCN(nn.Module):
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         large = F.interpolate(logits, labels.shape[1:], mode="bilinear", align_corners=False)
-        return F.cross_entropy(large, labels, ignore_index=255, reduction="none").mean()
+        scores = OldSoftmax.apply(large, 1, True)
+        return F.nll_loss(scores, labels, ignore_index=255, reduction="none").mean()

@@ -3,8 +3,8 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-BYTES_PER_US = 1e4
-"""Model of the time to read and write tensors by an op that runs once in any plan."""
+BYTES_PER_US = {"cpu": 1e4, "cuda": 1e6}
+"""Model of the time to read and write tensors by an op that runs once in any plan, by device."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from coop_plan import runtime
+from coop_plan.planner import plan
 from coop_plan.planner.planning import least_at_any_costs
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
@@ -345,6 +346,76 @@ def test_the_smallest_budget_of_fit_has_room_for_the_update(seed, importable):
         optimizer.step()
         optimizer.zero_grad()
     assert requested("peak") - before <= promised - libraries
+
+
+@pytest.mark.parametrize("seed", range(9))
+def test_an_iteration_takes_no_more_than_fit_promises(seed, importable):
+    """Any optimizer and update, also in the backward, after one or three micro-batches.
+
+    Beside an idle arena lie norms of a clipping. An update in the backward lies beside a full one.
+    """
+    draw = random.Random(seed)
+    widths = [draw.choice([32, 60, 129, 300]) for _ in range(draw.randint(3, 6))]
+    rows = draw.choice([1, 16, 200])
+    update = ("backward", "plain", "foreach")[seed % 3]
+    micro = 1 if update == "backward" else draw.choice([1, 3])
+    name = "adamw" if update == "backward" else draw.choice(["sgd", "momentum", "adamw"])
+    clips = update != "backward" and draw.choice([True, False])
+    importable("loans_of", LOANS)
+    target = "of_" + "_".join(map(str, widths))
+    request = CaptureRequest(
+        target=f"loans_of:{target}",
+        spec=device("a100-80gb"),
+        batch=rows,
+        optimizer=OptimizerSpec(name=name, update=update, clip_norm=clips),
+        eager=True,
+        accumulates=micro > 1,
+    )
+    with OfflineCapture() as captures:
+        graph, eager, _ = captures.capture(request)
+    makers = {
+        "sgd": functools.partial(torch.optim.SGD, lr=1e-3),
+        "momentum": functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+        "adamw": torch.optim.AdamW,
+    }
+    make = functools.partial(makers[name], foreach=update == "foreach")
+    if draw.choice([True, False]):
+        made = plan(graph, "100%", method="keep-all", outputs="gradients")
+        beside = 1024 + clips * eager.unlent_bytes + (update == "backward") * made.arena_bytes
+        assert eager.with_plan(graph, made, rests=False) <= eager.peak_bytes + beside
+    else:
+        made = least_at_any_costs(graph, outputs="gradients", link=0)
+    promised = eager.with_plan(graph, made, rests=False)
+    libraries = eager.step.other - cuda_size(torch.empty(rows, widths[0]))  # here they take nothing
+    budget = eager.step_bytes(graph, made, rests=False) - libraries
+
+    before = requested("current")
+    step, (x,) = getattr(importlib.import_module("loans_of"), target)(rows)
+    model, x = step.__closure__[0].cell_contents.cuda(), x.cuda()
+    planned = compiled(step, budget, outputs="gradients", link=0)
+
+    def complete(parameter, own):
+        own.step()
+        own.zero_grad()
+
+    if update == "backward":
+        for parameter in model.parameters():
+            own = make([parameter])
+            parameter.register_post_accumulate_grad_hook(functools.partial(complete, own=own))
+    optimizer = make(model.parameters())
+    for turn in range(4):
+        if turn == 1:  # the first call measured ops
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(micro):
+            planned(x).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    taken = requested("peak") - before
+    assert taken <= promised - libraries
+    if update == "backward":  # its temporaries were counted twice
+        assert promised - libraries - taken < max(16384, eager.update_bytes // 2)
 
 
 def test_an_update_that_fails_leaves_nothing_lent():

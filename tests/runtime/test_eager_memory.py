@@ -77,6 +77,13 @@ def test_a_loss_among_the_outputs_is_what_is_differentiated():
     assert counted(no_loss).without_loss == (512, 2048)
 
 
+def many():
+    """A step with 200 small parameters."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(100)))
+    x = torch.randn(4, 8, requires_grad=True)
+    return (lambda x: model(x).sum()), (x,), model
+
+
 def frozen():
     """A network of which the last layer alone is trained."""
     step, args, model = layers()
@@ -169,6 +176,16 @@ def test_an_average_is_kept_beside_the_states(update):
     assert found.step.states == pytest.approx(1.5 * without.step.states, rel=0.01)
     peak = measured(layers, "adamw", update=update, ema=True)[1]
     assert found.update.total == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.parametrize("update", ["plain", "foreach"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_temporaries_of_clipping_are_counted(optimizer, update):
+    found = counted(many, optimizer, update=update, clip_norm=True)
+    assert found.update_bytes >= counted(many, optimizer, update=update).update_bytes
+    assert found.update_bytes >= 64 * 200  # a norm of each, rounded up
+    peak = measured(many, optimizer, update=update, clip_norm=True)[1]
+    assert peak <= found.update.total <= peak + 64 * 200 * 5
 
 
 def test_masters_are_weights_and_their_gradients_temporaries():

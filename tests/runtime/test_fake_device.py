@@ -420,6 +420,19 @@ def test_the_largest_batch_beside_an_optimizer_fits(update, importable, tmp_path
 
 
 @cpu_build
+@pytest.mark.parametrize("options", [{"accumulate": True}, {"update": "backward"}])
+def test_what_takes_a_gradient_costs_its_bytes_on_the_device(options, importable):
+    """Such ops had the bandwidth of a host: a GPU's step of one row was nine times as long."""
+    importable("heavy", FIT_SOURCE)
+
+    def seconds(**given):
+        (row,) = fit("heavy:deep", ["a100-80gb"], 2, optimizer="adamw", **given)
+        return row["keep_all"]["cost_us"]
+
+    assert seconds() < seconds(**options) < 1.5 * seconds()
+
+
+@cpu_build
 @pytest.mark.parametrize(("name", "batch"), [("deep", 512), ("deep", 2), ("convolution", 8)])
 def test_keep_all_takes_no_more_than_eager_on_cuda(name, batch, importable):
     """The update of each optimizer included.

@@ -149,7 +149,8 @@ if update == "backward":
         own.zero_grad()
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(functools.partial(complete, own=make([p])))
-optimizer = make([torch.nn.Parameter(torch.empty(0))] if update else list(model.parameters()))
+others = [torch.nn.Parameter(torch.empty(0))]
+optimizer = make(others if update == "backward" else list(model.parameters()))
 step = torch.compile(step, backend="coop", options=json.loads(options))
 for _ in range(3):
     try:
@@ -160,6 +161,8 @@ for _ in range(3):
             raise
         print("refused", file=sys.stderr)
         break
+    if update == "clip":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
 print(arena.process_bytes()[1] - before)
@@ -176,6 +179,7 @@ CASES = [
     ("recurrent", 33, "adamw", 1, ""),
     ("deep", 512, "adamw", 1, "backward"),
     ("wide", 1024, "momentum", 1, "backward"),
+    ("wide", 1024, "adamw", 3, "clip"),
 ]
 
 
@@ -191,7 +195,7 @@ def ask(importable, tmp_path, capsys):
         path = tmp_path / "card.json"
         path.write_bytes(msgspec.json.encode(spec))
         arguments = ["--device", str(path), "--batch", str(batch), "--optimizer", optimizer]
-        arguments += ["--update", update] if update else []
+        arguments += {"": [], "clip": ["--clip-norm"]}.get(update, ["--update", update])
         arguments += ["--accumulate"] if micro > 1 else []
         with contextlib.suppress(SystemExit):
             main(["fit", "fit_steps:" + name, *arguments, "--margin", "0", "--json"])

@@ -14,6 +14,7 @@ PARTS = ("weights", "gradients", "states", "activations", "update", "other")
 KEPT = {
     "masters": "float32 masters",
     "ema": "an average",
+    "clip_norm": "clipping",
     "accumulate": "gradients of earlier micro-batches",
 }
 COLUMNS = (*PARTS, "context", "as it is", "smallest", "card", "overhead")
@@ -46,6 +47,11 @@ COLUMNS = (*PARTS, "context", "as it is", "smallest", "card", "overhead")
 @OPTIMIZER
 @MASTERS
 @EMA
+@click.option(
+    "--clip-norm",
+    is_flag=True,
+    help="Clip gradients to a norm before the optimizer's step; needs --optimizer.",
+)
 @KERNELS
 @click.option(
     "--update",

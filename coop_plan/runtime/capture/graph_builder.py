@@ -230,7 +230,8 @@ class GraphBuilder:
         value, buffer = (self.storages[argument][0] for argument in node.all_input_nodes)
         assert value is not None and buffer is not None
         self.storages[node] = (buffer,)
-        profile = OpProfile(2 * self.tensors[buffer]["bytes"] / BYTES_PER_US, (), (), 0, 0)
+        cost = 2 * self.tensors[buffer]["bytes"] / BYTES_PER_US[self.device.type]
+        profile = OpProfile(cost, (), (), 0, 0)
         self._add_writer(node, "coop_plan.write_input", [value, buffer], [buffer], profile)
 
     def _add_writer(

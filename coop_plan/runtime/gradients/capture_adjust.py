@@ -160,7 +160,7 @@ def under(captured: Captured, environment: MemoryEnvironment) -> Captured:
     ops, profiles = list(captured.ops), list(captured.profiles)
     after.sort(key=itemgetter(0))
     for at, position, gradient, changed in reversed(after):  # so that earlier positions stay
-        cost = 3 * own[position] / BYTES_PER_US
+        cost = 3 * own[position] / BYTES_PER_US[graph.device.kind]
         name = f"coop_plan.{'hand_over' if position in consumed else 'accumulate'}"
         op = Op(
             id=0, name=name, phase="backward", inputs=[gradient, changed], outputs=[], cost_us=cost

@@ -92,13 +92,13 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
         """
         return max(parts.of_shard(shards) for parts in (self.step, self.update or self.step))
 
-    @property
-    def updating_bytes(self) -> int:
-        """Temporaries of an update in the backward, which the runtime counts in the step's budget.
+    def updating_bytes(self, *, rests: bool) -> int:
+        """Temporaries of an update in the backward that the runtime counts in the step's budget.
 
-        They come beside the whole budget once: the first plan knows nothing of them.
+        On a CPU they come beside the whole budget once: the first plan knows nothing of them. On
+        CUDA, where the runtime does not observe them, they always do.
         """
-        return self.update_bytes if self.update is None else 0
+        return self.update_bytes if rests and self.update is None else 0
 
     def outside_step(self, *, rests: bool) -> int:
         """Bytes outside a planned step: states, other residents, temporaries of the update.
@@ -118,7 +118,9 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
         The runtime is given `budget` bytes for the step, by default those of `step_bytes`.
         """
         if self.update is None:
-            return made.peak_bytes + self.updating_bytes + self.outside_step(rests=rests)
+            return (
+                made.peak_bytes + self.updating_bytes(rests=rests) + self.outside_step(rests=rests)
+            )
         inside = 0 if self.accumulates else self.update.gradients
         apart = self.update.total - inside
         if rests:  # whole pages of gradients stay
@@ -137,7 +139,7 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
 
         An arena with a little more than the plan's bytes may save the update's temporaries.
         """
-        least = made.budget_bytes + self.updating_bytes
+        least = made.budget_bytes + self.updating_bytes(rests=rests)
         if rests or self.update is None or not self.lent:
             return least
         inside = 0 if self.accumulates else self.update.gradients

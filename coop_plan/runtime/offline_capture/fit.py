@@ -53,6 +53,7 @@ def fit(
     length: int | None = None,
     lengths: bool = False,
     ema: bool = False,
+    clip_norm: bool = False,
     shards: int | None = None,
     kernels: Kernels = "eager",
     accumulate: bool = False,
@@ -72,21 +73,28 @@ def fit(
         length: argument `length` of the function.
         lengths: also search the largest lengths.
         ema: an exponential moving average of the trained parameters is kept.
+        clip_norm: gradients are clipped to a norm before the optimizer's step.
         shards: also count a rank of so many that share weights, gradients and states.
         accumulate: gradients of several micro-batches add up before the optimizer's step.
         kernels: "fused" plans the step over fused regions, too, and takes the better plan.
 
     Raises:
         InvalidInputError: options of an optimizer without one, `lengths` without a length, or
-            gradients that add up and are freed in the backward.
+            gradients that add up or are clipped, and are freed in the backward.
     """
     if lengths and length is None:
         raise InvalidInputError("the largest lengths are searched from a first one: give --length")
-    if optimizer is None and (masters or update or ema):
-        raise InvalidInputError("masters, update and ema are those of an optimizer: name one")
+    if optimizer is None and (masters or update or ema or clip_norm):
+        raise InvalidInputError(
+            "masters, update, ema and clip-norm are those of an optimizer: name one"
+        )
     if accumulate and update == "backward":
         raise InvalidInputError("an update in the backward frees the gradients: they cannot add up")
-    spec = optimizer and OptimizerSpec(name=optimizer, masters=masters, update=update, ema=ema)
+    if clip_norm and update == "backward":
+        raise InvalidInputError("an update in the backward precedes the norm of all gradients")
+    spec = optimizer and OptimizerSpec(
+        name=optimizer, masters=masters, update=update, ema=ema, clip_norm=clip_norm
+    )
     sizes: Sizes = {"batch": batch, "length": length}
     searched = [size for size, asked in (("batch", batches), ("length", lengths)) if asked]
     question = {
@@ -96,6 +104,7 @@ def fit(
         "masters": masters,
         "update": update,
         "ema": ema,
+        "clip_norm": clip_norm,
         "accumulate": accumulate,
     }
     kinds: tuple[Kernels, ...] = ("eager", "fused") if kernels == "fused" else ("eager",)
@@ -147,7 +156,7 @@ def _figures_on(
     available = int((there.memory_bytes - there.context) / (1 + margin))
     rests = there.kind == "cpu"
     room = eager.step_budget(graph, available, rests=rests)
-    budget = Budgeting(room - eager.updating_bytes, "gradients")
+    budget = Budgeting(room - eager.updating_bytes(rests=rests), "gradients")
     options: dict[str, Any] = {"budget": room, "outputs": budget.outputs}
     if len(graphs) > 1:
         options["kernels"] = "fused"

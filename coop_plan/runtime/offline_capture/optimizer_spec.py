@@ -17,9 +17,11 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
         masters: parameters of fewer bits have float32 copies, which it updates.
         update: one of `UPDATES`; None is PyTorch's default, foreach on CUDA and plain on the CPU.
         ema: an exponential moving average of what it updates is kept.
+        clip_norm: gradients are clipped to a norm before the update.
     """
 
     name: str
     masters: bool = False
     update: str | None = None
     ema: bool = False
+    clip_norm: bool = False

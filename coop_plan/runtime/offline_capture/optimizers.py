@@ -129,6 +129,7 @@ class Update:
                 master = parameter.detach().float()
                 self._pairs.append((parameter, master))
             updated.append(master)
+        self._clipped = list(parameters) if spec.clip_norm else []
         self._optimizers = MAKERS[spec.name](updated, **options)
         self._averages = [(p.detach().clone(), p) for p in updated] if spec.ema else []
 
@@ -146,10 +147,12 @@ class Update:
 
     @torch.no_grad()
     def step(self, own: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        """Run the optimizer's step; masters are copied back, averages follow.
+        """Clip gradients, run the optimizer's step; masters are copied back, averages follow.
 
         `own()` is the context of steps of PyTorch's optimizers.
         """
+        if self._clipped:
+            torch.nn.utils.clip_grad_norm_(self._clipped, 1.0)
         for parameter, master in self._pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()
         with torch.device("cpu"), _OnesForValues():  # type: ignore[no-untyped-call]
