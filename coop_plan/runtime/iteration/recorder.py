@@ -159,12 +159,12 @@ class IterationRecorder:
         number = self._now.numbers.get(invocation)
         if number is None:
             self._abandon("the backward of an earlier iteration came")
-            self._tell_of_late(invocation)
+            self._warn_of_late(invocation)
         else:
             self._next(number, True)
 
-    def _tell_of_late(self, invocation: Invocation) -> None:
-        """Tell once per step that its backward came too late to count the bytes beside it."""
+    def _warn_of_late(self, invocation: Invocation) -> None:
+        """Warn once per step that its backward came too late to count the bytes beside it."""
         if invocation.name not in self._late:
             self._late.add(invocation.name)
             log.warning(
