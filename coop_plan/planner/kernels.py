@@ -18,7 +18,7 @@ PLACEMENT = tuple(
     for name in ("canonical", "first_fit", "instance", "restarts", "skyline", "windows")
 )
 LAYOUT = ("core.inplace", "core.lifetimes", *PLACEMENT)
-ONLINE = (*LAYOUT, "online.run", "online.simulator")
+ONLINE = (*LAYOUT, "online.simulator")
 OFFLINE = (*ONLINE, "heuristic.eviction", "search.compute.metropolis")
 TRANSFERS = "search.makespan.metropolis"
 EXACT = "exact.model.separation"

@@ -36,7 +36,7 @@ from coop_plan.runtime.dynamic_shapes.symbolic_trace import signature
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.execute.arena_pool import ArenaPools, arena_pools_of, release
 from coop_plan.runtime.execute.budget_check import warn_of_profiling
-from coop_plan.runtime.execute.first_plan import Planner
+from coop_plan.runtime.execute.first_plan import ChunkedGraph, FirstPlan, Planner
 from coop_plan.runtime.execute.lower_to_fx import stubs
 from coop_plan.runtime.execute.planned_step import PlannedStep
 from coop_plan.runtime.fused.regions import fuse_regions
@@ -54,6 +54,7 @@ from coop_plan.runtime.torch_internals.dynamo import (
 from coop_plan.runtime.torch_internals.dynamo_graphs import assigns_data, uses_functorch_grad
 from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed, copy_of
 from coop_plan.runtime.torch_internals.kept_traces import slot_compiler
+from coop_plan.runtime.variants.linear_cross_entropy import chunk_heads, heads_of
 from coop_plan.runtime.variants.passes import PASSES_FOR_ANY_SIZES, VARIANT_PASSES
 
 log = logging.getLogger("coop-plan")
@@ -276,12 +277,20 @@ class _Compilation:
                 fused = capture(copy_of(joint), fuse=fuse_regions)
             except CaptureError as error:
                 log.warning("%s: its graph runs eager kernels: %s", self.lines.begin, error)
+        heads = [] if self.any_sizes else heads_of(joint)  # chunks are alike at one size
+        other = copy_of(joint) if heads else None
         captured = capture(joint)
         captured.any_sizes = self.any_sizes
+
+        def chunked() -> Captured | None:
+            assert other is not None
+            return capture(other) if chunk_heads(other) else None
+
         self.step = plan_captured(
             *(captured, self.options, self.pools, self.lines, self.call, self.history),
             hooked=self.hooked,
             fused=fused,
+            chunked=ChunkedGraph.of(captured, heads, chunked),
         )
         return captured
 
@@ -310,23 +319,31 @@ def plan_captured(
     *,
     hooked: bool = False,
     fused: Captured | None = None,
+    chunked: ChunkedGraph | None = None,
 ) -> PlannedStep:
     """Plan a captured step, verify the plan, and make it runnable.
 
     If the budget is infeasible and all leaves are `hooked`, hooks are assumed to consume gradients.
-    `fused` is the step over fused regions, which runs if its plan is better.
+    `fused` is the step over fused regions and `chunked` that with heads in chunks. Either runs if
+    its plan is better.
     """
     began = time.perf_counter()
     if captured.device.type == "cuda":
         options.check_on_cuda()
     planner = Planner(options, history, f"{lines.begin}: this graph", hooked)
-    found = planner.plan(captured) if fused is None else planner.better(fused, captured)
-    both = [captured] if fused is None else [captured, fused]
+    graphs = [captured] if fused is None else [captured, fused]
+
+    def whole(planner: Planner) -> FirstPlan:
+        return planner.plan(graphs[0]) if fused is None else planner.better(fused, graphs[0])
+
+    found = planner.with_chunks(whole, chunked)
+    if all(found.captured.module is not graph.module for graph in graphs):
+        graphs.append(found.captured)
     captured, under, now, made = found.captured, found.under, found.environment, found.plan
     report = StepReport.of(
         *(f"step {len(reports())}", under.graph, made, under.resident_in_step),
-        profile_seconds=sum(each.profile_seconds for each in both),
-        profiled_ops=sum(each.profiled_ops for each in both),
+        profile_seconds=sum(each.profile_seconds for each in graphs),
+        profiled_ops=sum(each.profiled_ops for each in graphs),
         plan_cached=found.cached,
         plan_seconds=time.perf_counter() - began,
     )

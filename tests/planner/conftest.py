@@ -5,7 +5,7 @@ import pytest
 from coop_plan.planner import method
 from coop_plan.planner.exact import optimal
 from coop_plan.planner.exact.solver.process import SolverProcess
-from coop_plan.planner.heuristic import coop_offline, weight_annealing
+from coop_plan.planner.heuristic import coop_offline, hill_climb
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
 from coop_plan.planner.heuristic.params import CoopOfflineParams, HillClimbParams
 from coop_plan.planner.search.compute import annealing
@@ -32,7 +32,7 @@ class TickingClock:
 def clock(monkeypatch):
     """The clock that coop-offline and requests look at."""
     ticking = TickingClock()
-    for module in (weight_annealing, method, annealing, coop_offline):
+    for module in (hill_climb, method, annealing, coop_offline):
         monkeypatch.setattr(module, "time", ticking)
     return ticking
 

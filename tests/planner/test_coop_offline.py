@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.hard_graphs import hard_graph
 from coop_plan.planner import InfeasibleBudgetError, Problem, TimeLimitError, plan
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.memory_bounds import largest_working_set
+from coop_plan.planner.heuristic import coop_offline
 from coop_plan.planner.heuristic.coop_offline import CoopOffline, solve_coop_offline
 from coop_plan.planner.heuristic.params import DEFAULTS
 from coop_plan.planner.heuristic.portfolio import Portfolio
@@ -78,6 +80,21 @@ def test_it_is_never_worse_than_coop_nor_infeasible_where_coop_is_not(graph, sha
     if not sum(t.bytes for t in graph.tensors):
         share = 1
     assert overhead(graph, share) <= overhead(graph, share, method="coop")
+
+
+def test_coops_run_is_the_last_resort_on_a_large_graph(monkeypatch):
+    """It takes the square of the ops, so it is made only if nothing else fits."""
+    runs = []
+    monkeypatch.setattr(
+        coop_offline, "run_coop", lambda *given: runs.append(given) or run_coop(*given)
+    )
+    problem = Problem.from_graph(hard_graph("layered", 1, DEFAULTS.coop_ops + 50))
+    everything = lay_out_everything(problem).placed.arena_bytes
+    solve_coop_offline(problem, Request(everything // 2))
+    assert not runs
+    with pytest.raises(DoesNotFitError):
+        solve_coop_offline(problem, Request(everything // 100))
+    assert len(runs) == 1
 
 
 @pytest.mark.parametrize("outputs", ["outside", "arena"])

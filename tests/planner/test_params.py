@@ -78,9 +78,8 @@ def test_an_online_run_that_may_not_recompute_does_not_fit():
 
 
 def test_placement_searches_as_far_as_its_parameters_say():
-    """Three buffers kept apart in pairs: only the search sees that their live sum is not enough."""
-    apart = {"lower": [0, 2, 4], "upper": [1, 3, 5], "size": [4, 4, 4], "capacity": 11}
-    apart["conflicts"] = [(0, 1), (1, 2), (0, 2)]
-    assert place(**apart).proved_impossible
-    for restarts in (RestartParams(most_buffers=2), RestartParams(work=0)):
-        assert not place(**apart, params=PlacementParams(restarts=restarts)).proved_impossible
+    """A buffer in the middle: only the search sees that the live sum is not enough."""
+    split = {"lower": [0, 0], "upper": [1, 1], "size": [2, 2], "fixed": [1, -1], "capacity": 4}
+    assert place(**split).proved_impossible
+    for restarts in (RestartParams(most_buffers=1), RestartParams(work=0)):
+        assert not place(**split, params=PlacementParams(restarts=restarts)).proved_impossible

@@ -168,7 +168,6 @@ def test_gaps_lower_the_peak_of_a_large_instance():
         ({"gaps": [(0, 0, 4, 0, 0)]}, "gap 0 of buffer 0 is not within the buffer's lifetime"),
         ({"gaps": [(0, 1, 2, 1, 5)]}, "gap 0 of buffer 0 keeps bytes outside the buffer"),
         ({"gaps": [(0, 0, 2, 0, 0), (0, 1, 3, 0, 0)]}, "two gaps of buffer 0 overlap"),
-        ({"gaps": [(0, 1, 2, 0, 0)], "conflicts": [(0, 1)]}, "gaps"),
         ({"alignment": [1, 0]}, "alignment must be at least 1"),
         ({"alignment": [1, 2, 3]}, "alignment must be one number or one per buffer"),
         ({"alignment": [1, 4], "fixed": [0, 2]}, "multiple of the alignment"),

@@ -199,12 +199,6 @@ class Schedule:
         sizes = (a.bytes, a.scratch) if exact else (a.size, a.workspace)
         return live_bytes(self.do, self.what, self.trace, *sizes)
 
-    def live_buffers(self, event: int) -> list[int]:
-        """The buffers live at an event; those that share an address are all listed."""
-        live = (self.trace.first <= event) & (event <= self.trace.last)
-        found: list[int] = np.flatnonzero(live).tolist()
-        return found
-
     def blocks(self) -> Blocks:
         """The blocks that placement gives addresses in the arena."""
         return blocks_of(to_arrays(self.problem), self.do, self.what, self.trace)

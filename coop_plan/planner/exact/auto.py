@@ -20,11 +20,11 @@ from coop_plan.planner.search.compute.annealing import cheaper, reordered
 def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULTS) -> Solution:
     """Returns the best plan found by the deadline (or in the default time of `optimal`).
 
-    `optimal` starts from coop-offline, whose portfolio includes coop. Its plan and its bound are in
-    program order. A share of the time, but not much more than `optimal` took, is for other orders
-    of first runs, and for a bound that holds in any order. That bound is published if it proves the
-    plan, if the plan costs less than the bound of program order, or if it is the higher one. A time
-    limit in which no model of the graph is solved is coop-offline's alone.
+    `optimal` starts from coop-offline. Its plan and its bound are in program order. A share of the
+    time, but not much more than `optimal` took, is for other orders of first runs, and for a bound
+    that holds in any order. That bound is published if it proves the plan, if the plan costs less
+    than the bound of program order, or if it is the higher one. A time limit in which no model of
+    the graph is solved is coop-offline's alone.
     """
     try:
         return solve_keep_all(problem, request)

@@ -36,9 +36,14 @@ class Incumbent:
         self.bound_us = self.problem.floor_us
 
     @property
+    def placed(self) -> PlacedSchedule | None:
+        """The best plan's schedule, None without a plan."""
+        return None if self.solution is None else self.solution.placed
+
+    @property
     def cost_us(self) -> float:
         """Cost of the best plan, µs; infinite without a plan."""
-        return float("inf") if self.solution is None else self.solution.placed.cost_us
+        return INFINITY if self.placed is None else self.placed.cost_us
 
     @property
     def proved(self) -> bool:
@@ -63,11 +68,13 @@ class Incumbent:
         if self.progress is not None:
             self.progress(Progress(f"lower bound discarded: {reason}"))
 
-    def offer(self, placed: PlacedSchedule) -> None:
-        """Keep a schedule placed within the arena if it is cheaper than the incumbent."""
-        if placed.cost_us < self.cost_us:
-            self.solution = Solution(placed)
-            self.report()
+    def offer(self, placed: PlacedSchedule) -> bool:
+        """Keep a schedule if it is cheaper than the incumbent and within the arena."""
+        if placed.cost_us >= self.cost_us or placed.arena_bytes > self.arena:
+            return False
+        self.solution = Solution(placed)
+        self.report()
+        return True
 
     def report(self, bound_us: float = 0.0) -> None:
         """Report incumbent, bound and gap; `bound_us` is the bound of a solve still running."""

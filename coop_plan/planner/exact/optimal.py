@@ -10,6 +10,7 @@ by relaxations (`planner.exact.dual.bounding`). Other hard models get path cuts
 (`planner.exact.model.paths`). If only placement fails, slightly smaller logical budgets are tried.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,13 +68,8 @@ class _OptimalSolve:
             self.deadline = now + (self.deadline - now) * params.first_plan_share
 
     def _offer_heuristic(self) -> None:
-        arena = self.request.arena_bytes
-        try:
-            placed = self.offline.solution().placed
-        except (DoesNotFitError, TimeLimitError):
-            return
-        if placed.arena_bytes <= arena:
-            self.incumbent.offer(placed)
+        with contextlib.suppress(DoesNotFitError, TimeLimitError):
+            self.incumbent.offer(self.offline.solution().placed)
 
     def finished(self) -> bool:
         """True if the incumbent suffices or is proved optimal, or the deadline has passed."""

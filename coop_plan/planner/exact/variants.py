@@ -63,34 +63,24 @@ def _recomputing(
     if any_order:
         request = request.part(1 - params.reorder_share)
     search = VariantSearch(problem, request, params)
-    default: Solution | None = None
+    incumbent = search.incumbent
     with contextlib.suppress(DoesNotFitError, TimeLimitError):
         first = request.in_program_order().part(params.default_variants_share)
-        default = solve_coop_offline(problem, first)
-        search.offer(default.placed)
-    if not (request.any_schedule and default is not None):
+        incumbent.offer(solve_coop_offline(problem, first).placed)
+    if not (request.any_schedule and incumbent.placed is not None):
         try:
             search.run(prove=prove and not request.any_schedule)
         except (DoesNotFitError, TimeLimitError):
-            if default is None and search.placed is None:
+            if incumbent.placed is None:
                 raise
-    if search.placed is None or (default is not None and default.placed.cost_us <= search.cost_us):
-        assert default is not None
-        search.placed = default.placed
-    solution = Solution(search.placed)
-    if prove:
-        solution = replace(
-            solution,
-            status="optimal" if search.proved else "feasible",
-            lower_bound_us=min(search.bound_us, search.cost_us),
-            bound_model="program-order",
-        )
+    assert incumbent.placed is not None
+    solution = incumbent.answer() if prove else Solution(incumbent.placed)
     if not any_order:
         return solution
     if end is None:
         return cheaper(problem, solution, in_any_order(problem, request))
     return cheaper(
-        problem, solution, _reordered(problem, replace(request, deadline=end), search.placed)
+        problem, solution, _reordered(problem, replace(request, deadline=end), incumbent.placed)
     )
 
 

@@ -1,4 +1,4 @@
-"""The method coop-offline: portfolio, hill climbing of fixed length, annealing until the deadline.
+"""The method coop-offline: portfolio, hill climbing, annealing of the sequence until the deadline.
 
 With a link to the host, the joint search of recomputes and transfers (`planner.search.makespan`)
 continues from there; its result counts only if it costs less.
@@ -17,14 +17,13 @@ from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.jit import usable_cpus
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
-from coop_plan.planner.heuristic.hill_climb import run_hill_climbs
+from coop_plan.planner.heuristic.hill_climb import HillClimbs
 from coop_plan.planner.heuristic.params import DEFAULTS, CoopOfflineParams
 from coop_plan.planner.heuristic.portfolio import Portfolio
-from coop_plan.planner.heuristic.weight_annealing import WeightAnnealing, interval_classes
 from coop_plan.planner.keep_all import SMALL_PROBLEM_OPS
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.online.methods import run_coop
-from coop_plan.planner.online.run import CostLimitError, OnlineRun
+from coop_plan.planner.online.run import OnlineRun
 from coop_plan.planner.search.compute.annealing import SequenceAnnealing
 from coop_plan.planner.search.makespan.annealing import MakespanSearch, run_parallel
 from coop_plan.planner.search.makespan.sequence import to_sequence
@@ -74,19 +73,16 @@ class CoopOffline:
         short = self._transfer_plan, self._best_sequence
         self._transfer_plan = self._best_sequence = None
         self._makespan_searches = 0
-        # Coop's run costs the square of the ops, so it is limited if it is not the last resort.
-        limit = (
-            np.inf if self._cost_us == np.inf else self.params.coop_scans * self.problem.op_count
-        )
-        with contextlib.suppress(DoesNotFitError, TimeLimitError, CostLimitError):
-            quiet = replace(request, progress=None, off=frozenset())
-            best = portfolio.best.cost_us
-            self._online = run_coop(self.problem, quiet, cost_limit=best, scan_limit=limit)
+        # Coop's run takes time in proportion to the square of the ops, and is rarely the cheapest.
+        if self._cost_us == np.inf or self.problem.op_count <= self.params.coop_ops:
+            with contextlib.suppress(DoesNotFitError, TimeLimitError):
+                quiet = replace(request, progress=None, off=frozenset())
+                self._online = run_coop(self.problem, quiet)
         if request.any_schedule:
             return
         if portfolio.best.found is not None:
             portfolio.sweep_finely()
-            run_hill_climbs(portfolio)
+            self._hill_climbs.run()
             portfolio.place_unplaced(1 if started else None)
             if request.deadline is None and self._searches_sequence:
                 self._anneal()
@@ -163,8 +159,8 @@ class CoopOffline:
         SequenceAnnealing(portfolio, ops).find_feasible()
 
     @cached_property
-    def _interval_classes(self) -> Ints:
-        return interval_classes(self.problem, self.portfolio.arrays)
+    def _hill_climbs(self) -> HillClimbs:
+        return HillClimbs(self.portfolio)
 
     def improve(self, deadline: float, enough: Callable[[], bool] = lambda: False) -> None:
         """Improve until the deadline (`time.monotonic`, s) or until `enough` returns True."""
@@ -172,7 +168,7 @@ class CoopOffline:
         portfolio.request = replace(portfolio.request, deadline=deadline)
 
         params = self.params
-        saving = min(params.weight_annealing.min_saving, params.sequence_annealing.min_saving)
+        saving = params.sequence_annealing.min_saving
 
         def done() -> bool:
             # No run costs less than each op once, and smaller savings are not placed.
@@ -184,14 +180,25 @@ class CoopOffline:
             makespan_share = 1.0
         until = now + (1 - makespan_share) * (deadline - now)
         if portfolio.best.found is not None and now < until and not done():
-            weights_until = until
+            hill_climb_share = params.hill_climb_share if self._searches_sequence else 1.0
+            self._hill_climbs.run_until(now + hill_climb_share * (until - now), done)
             if self._searches_sequence:
-                weights_until = now + params.weights_share * (until - now)
-            WeightAnnealing(portfolio, self._interval_classes, weights_until).run(done)
-            if self._searches_sequence:
-                SequenceAnnealing(portfolio, portfolio.best.found.run.ops, until).run(done)
+                self._anneal_until(until, done)
         if self._has_link and time.monotonic() < deadline and not done():
             self._search_makespan(deadline, enough)
+
+    def _anneal_until(self, until: float, done: Callable[[], bool]) -> None:
+        """Anneal the incumbent's sequence, several times if the time suffices, by other seeds."""
+        portfolio, params = self.portfolio, self.params
+        found, left = portfolio.best.found, until - time.monotonic()
+        assert found is not None
+        ops = found.run.ops
+        possible = left / (params.annealing_seconds_per_event * max(1, ops.size))
+        runs = max(1, min(params.annealings, int(possible)))
+        for number in range(runs):
+            now = time.monotonic()
+            portfolio.request = replace(portfolio.request, seed=self.request.seed + number)
+            SequenceAnnealing(portfolio, ops, now + (until - now) / (runs - number)).run(done)
 
     def _search_makespan(
         self,

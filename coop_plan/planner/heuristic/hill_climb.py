@@ -3,6 +3,8 @@
 Several searches, which ignore the arena, perturb the weights of single retention intervals.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,25 +14,43 @@ from coop_plan.planner.heuristic.eviction_run import Settings
 from coop_plan.planner.heuristic.portfolio import Portfolio
 
 
-def run_hill_climbs(portfolio: Portfolio) -> None:
-    """
-    Run hill climbs around the arena in turn, with equal numbers of steps; offers all their plans.
+class HillClimbs:
+    """Hill climbs around the arena in turn, with equal numbers of steps; offers all their plans.
 
     From each start one search perturbs the weights and another also applies learned corrections.
     Each has its own steps and random numbers.
     """
-    params = portfolio.params.hill_climb
-    ops = max(1, portfolio.problem.op_count)
-    most = min(params.max_steps, params.steps_per_op * ops)
-    steps = max(params.min_steps, min(most, params.simulated_ops // ops))
-    searches = _starts(portfolio)
-    turns = -(-steps // max(1, len(searches) // 2))
-    for done, search in enumerate(searches * turns):
-        if portfolio.request.out_of_time():
-            return
-        if done % params.report_steps == 0:
-            portfolio.report(done / (turns * len(searches)))
-        search.step(portfolio)
+
+    def __init__(self, portfolio: Portfolio) -> None:
+        self.portfolio = portfolio
+        self.params = portfolio.params.hill_climb
+        self.searches = _starts(portfolio)
+        self._done = 0
+
+    def run(self) -> None:
+        """Make a number of steps that depends on the ops alone."""
+        params, ops = self.params, max(1, self.portfolio.problem.op_count)
+        most = min(params.max_steps, params.steps_per_op * ops)
+        steps = max(params.min_steps, min(most, params.simulated_ops // ops))
+        total = -(-steps // max(1, len(self.searches) // 2)) * len(self.searches)
+        while self._done < total and not self.portfolio.request.out_of_time():
+            if self._done % params.report_steps == 0:
+                self.portfolio.report(self._done / total)
+            self._step()
+
+    def run_until(self, deadline: float, enough: Callable[[], bool]) -> None:
+        """Continue until the deadline (`time.monotonic`, s) or until `enough` returns True."""
+        while self.searches and time.monotonic() < deadline:
+            if self._done % self.params.report_steps == 0:
+                if enough():
+                    break
+                self.portfolio.report(None)
+            self._step()
+        self.portfolio.place_unplaced()
+
+    def _step(self) -> None:
+        self.searches[self._done % len(self.searches)].step(self.portfolio)
+        self._done += 1
 
 
 def _starts(portfolio: Portfolio) -> list["HillClimb"]:
@@ -89,18 +109,18 @@ class HillClimb:
         value = cost + slope * _log_bytes(run.blocks(portfolio.arrays).live)
         seed = max(step, 0)
         random = np.random.default_rng([portfolio.request.seed, seed])
-        correction = run.corrections(portfolio.params.perturbation.max_correction)
+        correction = run.corrections(portfolio.params.hill_climb.max_correction)
         return cls(seed, random, settings, budget, value, slope, correction)
 
     def with_corrections(self, portfolio: Portfolio) -> "HillClimb":
         """Another search from the same start, with learned corrections."""
         random = np.random.default_rng([portfolio.request.seed, self.seed, 1])
-        chance = portfolio.params.perturbation.correction_chance
+        chance = portfolio.params.hill_climb.correction_chance
         return replace(self, random=random, correction_chance=chance)
 
     def step(self, portfolio: Portfolio) -> None:
         """Perturb or correct the settings of the current run; move there if the value falls."""
-        random, base, params = self.random, self.settings, portfolio.params.perturbation
+        random, base, params = self.random, self.settings, portfolio.params.hill_climb
         corrects = self.correction_chance > 0 and random.random() < self.correction_chance
         spread = 0.0 if corrects else random.choice(params.spreads)
         share = random.choice(params.corrected_shares if corrects else params.perturbed_shares)
@@ -110,12 +130,11 @@ class HillClimb:
             weight[changed] *= self.correction[changed] ** random.random()
         else:
             weight[changed] *= np.exp(random.normal(0.0, spread, changed.size))
-        chance = portfolio.params.hill_climb.exponent_chance
         settings = replace(
             base,
             weight=weight,
             alpha=float(random.choice(params.exponents))
-            if random.random() < chance
+            if random.random() < params.exponent_chance
             else base.alpha,
         )
         budget = int(self.budget * np.exp(random.normal(0.0, params.budget_spread)))

@@ -19,7 +19,7 @@ from coop_plan.planner.core.params import (
     Within,
 )
 from coop_plan.planner.search.compute.params import DEFAULTS as MOVES
-from coop_plan.planner.search.compute.params import AnnealingParams, MoveParams, SequenceParams
+from coop_plan.planner.search.compute.params import MoveParams, SequenceParams
 from coop_plan.planner.search.makespan.params import DEFAULTS as MAKESPAN
 from coop_plan.planner.search.makespan.params import MakespanParams
 
@@ -116,32 +116,6 @@ class PortfolioParams(Params):
 
 
 @dataclass(frozen=True)
-class PerturbationParams(Params):
-    """Perturbation of a run's settings in the hill climb and in the annealing of weights."""
-
-    spreads: tuple[Ratio, ...] = (0.1, 0.3, 1.0)
-    """Standard deviations of a weight's logarithm; a step draws one."""
-
-    perturbed_shares: tuple[Share, ...] = (0.02, 0.1, 0.5)
-    """Shares of the weights to perturb; a step draws one."""
-
-    budget_spread: Ratio = 0.01
-    """Standard deviation of the logical budget's logarithm."""
-
-    exponents: tuple[Positive, ...] = EXPONENTS
-    """Exponents of the distance; a step draws one at `exponent_chance`."""
-
-    correction_chance: Share = 0.5
-    """Probability of applying learned corrections to the weights instead of noise."""
-
-    corrected_shares: tuple[Share, ...] = (0.1, 0.5, 1.0)
-    """Shares of the weights to correct; a step draws one."""
-
-    max_correction: Factor = 10.0
-    """Largest factor of a correction, up or down."""
-
-
-@dataclass(frozen=True)
 class HillClimbParams(Params):
     """Hill climbing over the weights of retention intervals (`planner.heuristic.hill_climb`)."""
 
@@ -171,8 +145,29 @@ class HillClimbParams(Params):
     rank_steps: Count = 16
     """Grid steps that share one ranking of the rules."""
 
+    spreads: tuple[Ratio, ...] = (0.1, 0.3, 1.0)
+    """Standard deviations of a weight's logarithm; a step draws one."""
+
+    perturbed_shares: tuple[Share, ...] = (0.02, 0.1, 0.5)
+    """Shares of the weights to perturb; a step draws one."""
+
+    budget_spread: Ratio = 0.01
+    """Standard deviation of the logical budget's logarithm."""
+
+    exponents: tuple[Positive, ...] = EXPONENTS
+    """Exponents of the distance; a step draws one at `exponent_chance`."""
+
     exponent_chance: Share = 0.1
     """Probability of drawing another exponent of the distance."""
+
+    correction_chance: Share = 0.5
+    """Probability of applying learned corrections to the weights instead of noise."""
+
+    corrected_shares: tuple[Share, ...] = (0.1, 0.5, 1.0)
+    """Shares of the weights to correct; a step draws one."""
+
+    max_correction: Factor = 10.0
+    """Largest factor of a correction, up or down."""
 
     report_steps: Count = 16
     """Steps between two progress reports."""
@@ -181,55 +176,6 @@ class HillClimbParams(Params):
         super().__post_init__()
         if self.max_steps < self.min_steps:
             raise ValueError("max_steps must be at least min_steps")
-
-
-@dataclass(frozen=True)
-class WeightAnnealingParams(AnnealingParams):
-    """Annealing of the weights (`planner.heuristic.weight_annealing`)."""
-
-    temperature: Ratio = 1e-3
-    """Initial temperature, as a share of the base cost."""
-
-    penalty_growth: Factor = 1.3
-    """Growth of the penalty weight while no run fits."""
-
-    layout_ratio_decay: Factor = 1.005
-    """Divisor of the estimated ratio of layout to live peak after a successful layout."""
-
-    layout_ratio_growth: Factor = 1.001
-    """Growth of that ratio after a failed layout."""
-
-    max_idle_steps: Count = 200
-    """Runs without a layout attempt after which the penalty grows, or the ratio shrinks."""
-
-    budget_chance: Share = 0.7
-    """Probability of changing the logical budget."""
-
-    exponent_chance: Share = 0.05
-    """Probability of drawing another exponent of the distance."""
-
-    class_chance: Share = 0.5
-    """Probability of changing all copies of an interval in repeated blocks by the same factor."""
-
-    few_chance: Share = 0.2
-    """Probability of changing a few weights instead of a share of them."""
-
-    max_few: Count = 7
-    """Most weights changed then."""
-
-    window_chance: Share = 0.5
-    """Probability of changing only weights in a window of the program."""
-
-    window_divisors: tuple[Count, Count] = (50, 3)
-    """The window has between ops / first and ops / second ops."""
-
-    check_steps: Count = 64
-    """Steps between two calls of `enough`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.window_divisors[0] < self.window_divisors[1]:
-            raise ValueError("window_divisors must not rise: the shortest window comes first")
 
 
 @dataclass(frozen=True)
@@ -322,16 +268,14 @@ class CoopOfflineParams(Params):
 
     eviction: EvictionParams = EvictionParams()
     portfolio: PortfolioParams = PortfolioParams()
-    perturbation: PerturbationParams = PerturbationParams()
     hill_climb: HillClimbParams = HillClimbParams()
-    weight_annealing: WeightAnnealingParams = WeightAnnealingParams()
     moves: MoveParams = MOVES
     sequence_annealing: SequenceAnnealingParams = SequenceAnnealingParams()
 
     makespan: MakespanParams = MAKESPAN
 
-    coop_scans: Count = 1024
-    """Most blocks per op at which Coop's own run looks if another run fits."""
+    coop_ops: Size = 300
+    """Ops up to which Coop's own run is made although another run fits."""
 
     start_shares: tuple[Share, ...] = (0.25, 0.5, 0.75)
     """Further starts of the joint search: recompute plans at these shares between arena and peak.
@@ -354,8 +298,14 @@ class CoopOfflineParams(Params):
     tiny_searches: Count = 8
     """Joint searches, by seed, of tiny graphs: some seeds miss the best of few schedules."""
 
-    weights_share: Share = 0.25
-    """Share of the time for annealing the weights, before the sequence."""
+    hill_climb_share: Share = 0.25
+    """Share of the time in which the hill climbs continue, before the sequence is annealed."""
+
+    annealings: Count = 3
+    """Most annealings of the sequence within a time limit: results differ by seed."""
+
+    annealing_seconds_per_event: Positive = 1e-3
+    """Least time of each of several annealings, s per event."""
 
     makespan_share: Share = 0.75
     """Share of the time for the joint search of recomputes and transfers, if there is a link."""

@@ -24,8 +24,6 @@ appendix C; and, for choices that the papers leave open, their authors' public c
   (`UpdateRematInfo`, before the op's time is added).
 """
 
-import math
-
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
@@ -52,10 +50,8 @@ def run_coop(
     problem: Problem,
     request: Request,
     params: OnlineParams = DEFAULTS,
-    cost_limit: float = math.inf,
-    scan_limit: float = math.inf,
 ) -> OnlineRun:
-    """Coop's run, not yet a schedule; the limits are those of `simulate_arena`."""
+    """Coop's run, not yet a schedule."""
     return simulate_arena(
         problem,
         request,
@@ -63,8 +59,6 @@ def run_coop(
         partition="partitioning" not in request.off,
         inplace="recomputable-inplace" not in request.off,
         dependents=False,
-        cost_limit=cost_limit,
-        scan_limit=scan_limit,
         params=params,
     )
 

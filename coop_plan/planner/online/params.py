@@ -25,10 +25,7 @@ class OnlineParams(Params):
     """Most tensors that `delta` and `swap-only` prefetch at a time."""
 
     chunk_ops: Count = 256
-    """Ops between two checks of the limits, at least."""
-
-    max_chunks: Count = 128
-    """Most checks of the limits in a run of many ops."""
+    """Ops between two checks of the time limit."""
 
 
 DEFAULTS = OnlineParams()

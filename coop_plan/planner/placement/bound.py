@@ -2,36 +2,12 @@
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.placement.instance import Instance
 from coop_plan.planner.placement.keys import live_profile
 
 
-def shareable_units(instance: Instance) -> Ints:
-    """Upper bound on the units that alias pairs save per section.
-
-    A set of buffers at one offset saves all but its largest. Each of the others is the second (or
-    each is the first) buffer of a pair within the set. So counting every second buffer once, with
-    its largest partner live in the section, is an upper bound; so is counting every first.
-    """
-    saved = np.zeros((2, instance.sections), np.int64)
-    largest: dict[tuple[int, int, int], int] = {}
-    for a, b in instance.alias.tolist():
-        start = max(int(instance.first[a]), int(instance.first[b]))
-        end = min(int(instance.last[a]), int(instance.last[b]))
-        units = min(int(instance.height[a]), int(instance.height[b]))
-        for side, buffer in ((0, b), (1, a)):
-            for section in range(start, end):
-                key = side, buffer, section
-                largest[key] = max(largest.get(key, 0), units)
-    for (side, _, section), units in largest.items():
-        saved[side, section] += units
-    smaller: Ints = saved.min(axis=0)
-    return smaller
-
-
 def lower_bound(instance: Instance) -> int:
-    """Lower bound on the peak in bytes: the largest live sum, with alignment, gaps and aliases.
+    """Lower bound on the peak in bytes: the largest live sum, with alignment and gaps.
 
     The ends of live pieces, rounded up to units, are as far apart as their heights. The topmost one
     ends below its buffer's end by its tail, which may be negative.
@@ -49,7 +25,6 @@ def lower_bound(instance: Instance) -> int:
         height = end - -(-parts.low // instance.alignment)
         size = np.repeat(size, np.diff(parts.start))
     units = live_profile(first, last, height, instance.sections)
-    units -= shareable_units(instance)
     tail = end * instance.alignment - size
     longest_tail = np.full(instance.sections, tail.min(initial=0), np.int64)
     for i in np.flatnonzero(tail > longest_tail[0]):

@@ -53,7 +53,7 @@ class PartialPlacement(NamedTuple):
     left: Ints
     """Units and number of the unplaced buffers, per section."""
     crossing: Ints
-    """Unplaced buffers, and bridges, over the boundary after each section."""
+    """Unplaced buffers over the boundary after each section."""
     dirty: Ints
     """[from, to): sections in which a bound has risen since the last check."""
     failures: Ints
@@ -332,7 +332,7 @@ def _root(task: Task, failures: Ints) -> PartialPlacement:
         (np.arange(count + 1) - 1) % (count + 1),
         np.zeros(sections, np.int64),
         np.zeros(sections, np.int64),
-        task.bridge.copy(),
+        np.zeros(sections, np.int64),
         np.array([0, sections]),
         failures,
         np.empty(count + 1, np.int64),

@@ -47,26 +47,19 @@ def _fit_in_order(
     height: Ints,
     fixed: Ints,
     multiple: Ints,
-    alias_start: Ints,
-    alias_items: Ints,
-    conflict_start: Ints,
-    conflict_items: Ints,
 ) -> Ints:
     """Places fixed buffers, then each buffer of `order` in a gap among those placed.
 
     It is the lowest gap, or with `best` the smallest one that is large enough.
 
     Placed buffers are kept in buckets of consecutive sections, by offset. A buffer is compared with
-    those in its own buckets only. With pairs, whose lifetimes may be apart, there is one bucket.
+    those in its own buckets only.
     """
     count = len(first)
     offsets = np.zeros(count, np.int64)
-    near = np.full(count, -1, np.int64)  # near[j] == i: j is an extra conflict of i
-    partner = np.full(count, -1, np.int64)  # partner[j] == i: j may share i's offset
-    done = np.zeros(count, np.bool_)
     sections = max(1, last.max())
     width = _bucket_width(first, last, height)
-    if width * FEWEST > sections or len(alias_items) + len(conflict_items) > 0:
+    if width * FEWEST > sections:
         width = sections
     begins = np.zeros(sections // width + 2, np.int64)
     for i in range(count):
@@ -86,11 +79,6 @@ def _fit_in_order(
             if (fixed[i] >= 0) != (fill == 0):
                 continue
             low, high = first[i] // width, (last[i] - 1) // width + 1
-            far = conflict_start[i + 1] > conflict_start[i]
-            for k in range(conflict_start[i], conflict_start[i + 1]):
-                near[conflict_items[k]] = i
-            for k in range(alias_start[i], alias_start[i + 1]):
-                partner[alias_items[k]] = i
             at = np.int64(0)
             if fill == 0:
                 at = fixed[i]
@@ -127,7 +115,7 @@ def _fit_in_order(
                     if j < 0 or (not best and offsets[j] >= at + units):
                         break  # offsets are ascending: no later buffer reaches into this gap
                     head[which] += 1
-                    if (first[j] < end and begin < last[j]) or (far and near[j] == i):
+                    if first[j] < end and begin < last[j]:
                         if offsets[j] - at >= units and offsets[j] - at < smallest:
                             smallest = offsets[j] - at
                             in_gap = at
@@ -137,27 +125,7 @@ def _fit_in_order(
                                 at = -(-at // multiple[i]) * multiple[i]
                 if in_gap >= 0:
                     at = in_gap
-                # At the offset of a partner i may overlap it, so a lower place may be free.
-                for k in range(alias_start[i], alias_start[i + 1]):
-                    a = alias_items[k]
-                    if not done[a] or offsets[a] >= at or offsets[a] % multiple[i]:
-                        continue
-                    free = True
-                    for m in range(begins[0], ends[0]):
-                        j = items[m]
-                        if offsets[j] >= offsets[a] + height[i]:
-                            break
-                        if offsets[j] + height[j] <= offsets[a]:
-                            continue
-                        if partner[j] == i and offsets[j] == offsets[a]:
-                            continue
-                        if (first[j] < last[i] and first[i] < last[j]) or near[j] == i:
-                            free = False
-                            break
-                    if free:
-                        at = offsets[a]
             offsets[i] = at
-            done[i] = True
             for bucket in range(low, high):
                 _insert(items, begins[bucket], ends[bucket], offsets, i)
                 ends[bucket] += 1
@@ -178,8 +146,4 @@ def first_fit(instance: Instance, order: Ints, *, best: bool = False) -> Ints:
         instance.height,
         instance.fixed,
         instance.multiple,
-        instance.alias_links.start,
-        instance.alias_links.items,
-        instance.conflict_links.start,
-        instance.conflict_links.items,
     )

@@ -1,6 +1,5 @@
-"""A placement problem as arrays: lifetimes, sizes, fixed offsets, alias and conflict pairs."""
+"""A placement problem as arrays: lifetimes, sizes and fixed offsets."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,8 +7,6 @@ import numpy as np
 from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.jit import njit
 from coop_plan.planner.placement.windows import Pieces, pieces
-
-Pairs = Iterable[tuple[int, int]]
 
 NO_OFFSET = -1
 """Marks a buffer without a fixed offset."""
@@ -21,21 +18,6 @@ class FixedOverlapError(ValueError):
     def __init__(self, a: int, b: int) -> None:
         self.buffers = a, b
         super().__init__(f"buffers {a} and {b} overlap at their fixed offsets")
-
-
-@dataclass(frozen=True)
-class Links:
-    """Undirected pairs of buffers as adjacency lists: buffer i has `start[i]:start[i + 1]`."""
-
-    start: Ints
-    items: Ints
-
-    @classmethod
-    def of(cls, pairs: Ints, count: int) -> "Links":
-        """Adjacency lists over `count` buffers from a (k, 2) array, duplicates removed."""
-        both = np.unique(np.concatenate([pairs, pairs[:, ::-1]]), axis=0)
-        start = np.searchsorted(both[:, 0], np.arange(count + 1)).astype(np.int64)
-        return cls(start, np.ascontiguousarray(both[:, 1]))
 
 
 @dataclass(frozen=True)
@@ -70,10 +52,6 @@ class Instance:
     """Units of which each offset is a multiple."""
     pieces: Pieces | None
     """Pieces of the lifetimes, in sections; None without gaps."""
-    alias: Ints
-    """(k, 2) pairs (a, b) that may share one offset."""
-    alias_links: Links
-    conflict_links: Links
 
     @property
     def count(self) -> int:
@@ -81,10 +59,9 @@ class Instance:
 
     @property
     def is_plain(self) -> bool:
-        """True if buffers are rectangles at any unit, without pairs and fixed offsets."""
-        pairs = len(self.alias_links.items) + len(self.conflict_links.items)
+        """True if buffers are rectangles at any unit, without fixed offsets."""
         anywhere = bool((self.fixed < 0).all() and (self.multiple == 1).all())
-        return pairs == 0 and anywhere and self.pieces is None
+        return anywhere and self.pieces is None
 
     def peak(self, offsets: Ints) -> int:
         """Exact end in bytes of a placement given in units."""
@@ -114,8 +91,6 @@ def build(
     size: Ints,
     alignment: int | Ints,
     fixed: Ints | None = None,
-    alias: Pairs | None = None,
-    conflicts: Pairs | None = None,
     gaps: Ints | None = None,
 ) -> Instance:
     """Check the arguments of `place` and convert them; raises ValueError with the bad argument."""
@@ -141,13 +116,10 @@ def build(
     if ((given >= 0) & (given % each != 0)).any():
         raise ValueError("a fixed offset must be a multiple of the alignment")
     height = -(-size // unit)
-    alias_pairs, conflict_pairs = _pairs(alias, count), _pairs(conflicts, count)
     parts = None
     if gaps is None or not len(gaps):
         first, last, total = sections(lower, upper)
     else:
-        if len(alias_pairs) or len(conflict_pairs):
-            raise ValueError("gaps do not combine with alias and conflict pairs")
         parts = pieces(lower, upper, size, gaps)
         begin, end, total = sections(parts.first, parts.last)
         parts = parts._replace(first=begin, last=end)
@@ -168,9 +140,6 @@ def build(
         alignment=unit,
         multiple=multiple,
         pieces=parts,
-        alias=alias_pairs,
-        alias_links=Links.of(alias_pairs, count),
-        conflict_links=Links.of(conflict_pairs, count),
     )
     a, b = _clash_of(instance)
     if a >= 0:
@@ -180,60 +149,28 @@ def build(
 
 def _clash_of(instance: Instance) -> tuple[int, int]:
     """Two buffers that overlap at their fixed offsets, or (-1, -1)."""
-    links = (instance.alias_links, instance.conflict_links)
-    listed = [array for pairs in links for array in (pairs.start, pairs.items)]
     parts = instance.pieces
     if parts is None:
-        return _fixed_clash(instance.first, instance.last, instance.fixed, instance.height, *listed)
+        return _fixed_clash(instance.first, instance.last, instance.fixed, instance.height)
     # Pieces as buffers of their own. Those of one buffer share no section.
     owner = np.repeat(np.arange(instance.count), np.diff(parts.start))
     bottom = instance.fixed[owner] * instance.alignment + parts.low
     bottom[instance.fixed[owner] < 0] = NO_OFFSET
-    none = Links.of(np.empty((0, 2), np.int64), len(owner))
-    p, q = _fixed_clash(
-        parts.first,
-        parts.last,
-        bottom,
-        parts.high - parts.low,
-        *(none.start, none.items) * 2,
-    )
+    p, q = _fixed_clash(parts.first, parts.last, bottom, parts.high - parts.low)
     return (int(owner[p]), int(owner[q])) if p >= 0 else (p, q)
 
 
 @njit
-def _fixed_clash(
-    first: Ints,
-    last: Ints,
-    fixed: Ints,
-    height: Ints,
-    alias_start: Ints,
-    alias_items: Ints,
-    conflict_start: Ints,
-    conflict_items: Ints,
-) -> tuple[int, int]:
-    """Two buffers that may not overlap and do at their fixed offsets, or (-1, -1)."""
+def _fixed_clash(first: Ints, last: Ints, fixed: Ints, height: Ints) -> tuple[int, int]:
+    """Two buffers that overlap at their fixed offsets, or (-1, -1)."""
     placed = np.flatnonzero((fixed >= 0) & (height > 0))
     placed = placed[np.argsort(fixed[placed], kind="mergesort")]
     for p in range(len(placed)):
         i = placed[p]
-        near = conflict_items[conflict_start[i] : conflict_start[i + 1]]
-        partners = alias_items[alias_start[i] : alias_start[i + 1]]
         for q in range(p + 1, len(placed)):
             j = placed[q]
             if fixed[j] >= fixed[i] + height[i]:
                 break
-            if not (first[i] < last[j] and first[j] < last[i]) and not (near == j).any():
-                continue
-            if fixed[i] != fixed[j] or not (partners == j).any():
+            if first[i] < last[j] and first[j] < last[i]:
                 return min(i, j), max(i, j)
     return -1, -1
-
-
-def _pairs(pairs: Pairs | None, count: int) -> Ints:
-    """Pairs as a (k, 2) array, without pairs of a buffer with itself."""
-    listed = [] if pairs is None else [(int(a), int(b)) for a, b in pairs]
-    table = np.array(listed, np.int64).reshape(-1, 2)
-    if table.size and (table.min() < 0 or table.max() >= count):
-        raise ValueError(f"a pair names a buffer that does not exist: give 0 to {count - 1}")
-    apart: Ints = table[table[:, 0] != table[:, 1]]
-    return apart

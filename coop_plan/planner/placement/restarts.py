@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import Floats, Ints, IntTable
+from coop_plan.planner.core.arrays import Floats, Ints
 from coop_plan.planner.core.jit import njit
 from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE, UNKNOWN, depth_first
 from coop_plan.planner.placement.instance import Instance
@@ -76,19 +76,10 @@ class Component:
         self.multiple = instance.multiple[buffers]
         # All offsets are multiples of this. On that coarser grid the same bounds prune more.
         self.grid = common_divisor(instance, buffers)
-        local = np.full(instance.count, -1, np.int64)
-        local[buffers] = np.arange(len(buffers))
-        links = instance.conflict_links
-        a = np.repeat(np.arange(instance.count), np.diff(links.start))
-        extra = np.stack([local[a], local[links.items]], axis=1)
-        extra = extra[(extra >= 0).all(axis=1)]
-        apart = self.first[extra].max(axis=1) >= self.last[extra].min(axis=1)
-        extra = np.ascontiguousarray(extra[apart])
-        self.bridge = bridges(self.first[extra], self.last[extra], self.sections)
         self.is_complete = True
         """The search proves impossibility: in a canonical placement the lowest is in its gap."""
         if instance.pieces is None:
-            self.near = neighbours(self.first, self.last, extra)
+            self.near = neighbours(self.first, self.last)
             self.member = members(self.first, self.last, self.sections)
             self.windows = RECTANGLES
         else:
@@ -130,7 +121,6 @@ class Component:
             *self.near,
             *self.member,
             self.windows,
-            self.bridge,
         )
         offset = np.zeros(len(self.buffers), np.int64)
         first_restart = self.restarts
@@ -176,16 +166,11 @@ class Component:
 
 
 def components(instance: Instance, seed: int, params: RestartParams) -> list[Component] | None:
-    """The instance cut where no lifetime and no conflict crosses; None if a part is too large."""
+    """The instance cut where no lifetime crosses; None if a part is too large."""
     real = instance.height > 0
-    links = instance.conflict_links
-    a = np.repeat(np.arange(instance.count), np.diff(links.start))
-    begin = np.minimum(instance.first[a], instance.first[links.items])
-    end = np.maximum(instance.last[a], instance.last[links.items])
     change = np.zeros(instance.sections + 1, np.int64)
-    for born, dead in ((instance.first[real], instance.last[real]), (begin, end)):
-        np.add.at(change, born, 1)
-        np.add.at(change, dead - 1, -1)
+    np.add.at(change, instance.first[real], 1)
+    np.add.at(change, instance.last[real] - 1, -1)
     cuts = np.flatnonzero(change.cumsum()[: instance.sections] == 0) + 1
     cuts = np.concatenate([[0], cuts, [instance.sections]])
     where = np.searchsorted(cuts, instance.first, side="right") - 1
@@ -238,8 +223,8 @@ def pair_count(first: Ints, last: Ints) -> int:
 
 
 @njit
-def neighbours(first: Ints, last: Ints, extra: IntTable) -> tuple[Ints, Ints]:
-    """Adjacency lists of conflicts: overlapping lifetimes, and the directed pairs `extra`."""
+def neighbours(first: Ints, last: Ints) -> tuple[Ints, Ints]:
+    """Adjacency lists of overlapping lifetimes."""
     count = len(first)
     order = np.argsort(first, kind="mergesort")
     start = np.zeros(count + 1, np.int64)
@@ -262,11 +247,6 @@ def neighbours(first: Ints, last: Ints, extra: IntTable) -> tuple[Ints, Ints]:
                     items[at[j]] = i
                 at[i] += 1
                 at[j] += 1
-        for k in range(len(extra)):
-            i = extra[k, 0]
-            if fill:
-                items[at[i]] = extra[k, 1]
-            at[i] += 1
         if not fill:
             start[1:] = at[:count].cumsum()
     return start, items
@@ -287,13 +267,3 @@ def members(first: Ints, last: Ints, sections: int) -> tuple[Ints, Ints]:
             items[at[t]] = i
             at[t] += 1
     return start, items
-
-
-@njit
-def bridges(first: IntTable, last: IntTable, sections: int) -> Ints:
-    """Per boundary after a section the number of conflicting pairs with a buffer on either side."""
-    count = np.zeros(sections, np.int64)
-    for k in range(len(first)):
-        for t in range(last[k].min() - 1, first[k].max()):
-            count[t] += 1
-    return count

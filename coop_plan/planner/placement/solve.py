@@ -13,7 +13,7 @@ from coop_plan.planner.placement.bound import lower_bound
 from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE
 from coop_plan.planner.placement.descend import descend
 from coop_plan.planner.placement.greedy import placements, simple_count
-from coop_plan.planner.placement.instance import Instance, Pairs, build
+from coop_plan.planner.placement.instance import Instance, build
 from coop_plan.planner.placement.params import DEFAULTS, PlacementParams, RestartParams
 from coop_plan.planner.placement.restarts import Effort, components, fit
 
@@ -41,7 +41,7 @@ class Placement:
     """No placement within the capacity exists."""
     order: Ints
     """Buffers by offset. As `order_hint`, also for a subset of the buffers, it gives a peak that is
-    not higher; in an instance with alias pairs or gaps that is likely, not certain.
+    not higher; in an instance with gaps that is likely, not certain.
     """
     seconds: float
     """Wall-clock time spent."""
@@ -56,8 +56,6 @@ def place(
     alignment: npt.ArrayLike = 1,
     gaps: npt.ArrayLike | None = None,
     fixed: npt.ArrayLike | None = None,
-    alias: Pairs | None = None,
-    conflicts: Pairs | None = None,
     time_limit: float | None = None,
     seed: int = 0,
     order_hint: npt.ArrayLike | None = None,
@@ -74,8 +72,6 @@ def place(
     - `gaps`: rows (buffer, lower, upper, low, high). In [lower, upper) the buffer occupies only its
       bytes [low, high); low = high: none. Its last byte still ends within the peak.
     - `fixed`: given offsets, -1 for none.
-    - `alias`: pairs that may share one offset while both are live (in-place results).
-    - `conflicts`: pairs that may not overlap in address although their lifetimes do not overlap.
     - `time_limit`: seconds of wall clock. The result is deterministic unless the limit is reached.
     - `work`: limit of the exact search, and of best fit and first fit by size, area, lifetime and
       birth, without a time limit: in visits of buffers of about 3.5 ns each; the result is
@@ -96,8 +92,6 @@ def place(
         _ints(size),
         np.asarray(alignment, np.int64),
         None if fixed is None else _ints(fixed),
-        alias,
-        conflicts,
         None if gaps is None else _ints(gaps).reshape(-1, 5),
     )
     bound = lower_bound(instance)
@@ -176,8 +170,7 @@ def _search(
         answer, offsets = fit(instance, parts, capacity, effort)
         found = offsets if answer == FOUND else None
         raised = capacity + 1 if answer == IMPOSSIBLE else bound
-    # The search does not overlap alias pairs, so with such pairs it proves no bound.
-    is_proof = not len(instance.alias) and all(part.is_complete for part in parts)
+    is_proof = all(part.is_complete for part in parts)
     return found, max(bound, raised) if is_proof else bound
 
 

@@ -44,8 +44,6 @@ class Task(NamedTuple):
     member: Ints
     """Buffers live in each section, as pointer and index arrays."""
     windows: Windows
-    bridge: Ints
-    """Per boundary after a section: pairs across it that conflict without a common section."""
 
 
 @inlined

@@ -43,6 +43,7 @@ def plan_for(
     raised: str = "",
     history: ShapeHistory | None = None,
     checkpoints: Sequence[Hashable | None] = (),
+    from_above: bool = True,
 ) -> tuple[Plan, bool]:
     """Returns the plan, and True if it was cached.
 
@@ -54,7 +55,8 @@ def plan_for(
 
     A share that cannot be met is raised to the smallest budget, with a warning that begins with
     `raised`; without that, it is an error as bytes are. Bytes are refused after a search for the
-    smallest budget: the method may miss a plan that it finds from above (`Task.at_any_costs`).
+    smallest budget, `from_above`: the method may miss a plan that it finds then
+    (`Task.at_any_costs`).
 
     With a server, the plan is the server's. An unreachable server is an error, or with
     `server_fallback="local"` the plan is made here and a warning is logged.
@@ -65,7 +67,7 @@ def plan_for(
         planner.InfeasibleBudgetError: the budget cannot be met.
         PlanServerError: the server has no plan.
     """
-    found = _plan_for(graph, options, raised, history)
+    found = _plan_for(graph, options, raised, history, from_above)
     if options.plan.budget.kind != "share":
         return found
     eager = peak_in_eager(graph, checkpoints)
@@ -85,13 +87,17 @@ def peak_in_eager(graph: Graph, checkpoints: Sequence[Hashable | None]) -> int |
 
 
 def _plan_for(
-    graph: Graph, options: Options, raised: str, history: ShapeHistory | None
+    graph: Graph,
+    options: Options,
+    raised: str,
+    history: ShapeHistory | None,
+    from_above: bool = True,
 ) -> tuple[Plan, bool]:
     key = plans.key_of(graph, options)
 
     def make() -> tuple[Plan, bool]:
         if options.server is not None:
-            made = _from_server(options.server, graph, options, raised, history)
+            made = _from_server(options.server, graph, options, raised, history, from_above)
             if made is not None:
                 return made, False
         found = plans.find(key, graph, options)
@@ -100,7 +106,7 @@ def _plan_for(
             return found, True
         made = None if history is None else _resized(graph, options, history)
         if made is None:
-            made = _or_smallest(plan, graph, options, raised, history)
+            made = _or_smallest(plan, graph, options, raised, history, from_above)
             verify(graph, made)
             _remember(graph, made, history)
         plans.store(key, graph, made)
@@ -158,7 +164,12 @@ def _bytes(graph: Graph) -> int:
 
 
 def _from_server(
-    server: str, graph: Graph, options: Options, raised: str, history: ShapeHistory | None
+    server: str,
+    graph: Graph,
+    options: Options,
+    raised: str,
+    history: ShapeHistory | None,
+    from_above: bool,
 ) -> Plan | None:
     try:
         from coop_plan.client.client import PATIENCE_SECONDS, Client
@@ -172,7 +183,7 @@ def _from_server(
         with Client(server, patience_seconds=patience) as client:
             if away:
                 client.check_alive(AWAY_SECONDS)
-            return _or_smallest(client.plan, graph, options, raised, history)
+            return _or_smallest(client.plan, graph, options, raised, history, from_above)
     except ServerAwayError as error:
         if options.server_fallback == "error":
             message = f'{error}; with server_fallback="local" the step is planned here'
@@ -191,11 +202,12 @@ def _or_smallest(
     options: Options,
     raised: str,
     history: ShapeHistory | None,
+    from_above: bool,
 ) -> Plan:
     try:
         return make(graph, options.plan)
     except InfeasibleBudgetError as error:
-        if options.plan.budget.kind == "bytes" and not error.proved:
+        if options.plan.budget.kind == "bytes" and from_above and not error.proved:
             return make(graph, options.plan.model_copy({"smallest": True}))
         if options.plan.budget.kind != "share" or not raised:
             raise

@@ -1,5 +1,6 @@
-"""First plan of a captured step, and the choice between eager and fused kernels for it."""
+"""First plan of a captured step, and the choice among the graphs in which it can run."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from coop_plan.planner import InfeasibleBudgetError
@@ -11,6 +12,7 @@ from coop_plan.runtime.execute.find_plan import log_raised, plan_for
 from coop_plan.runtime.gradients import capture_adjust
 from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment
 from coop_plan.runtime.options import Options
+from coop_plan.runtime.variants.linear_cross_entropy import Head
 from coop_plan.schemas import Plan
 
 
@@ -25,18 +27,68 @@ class FirstPlan:
     cached: bool
 
 
+PlanGraph = Callable[["Planner"], FirstPlan]
+"""Plans a captured graph by a planner."""
+
+CaptureGraph = Callable[[], Captured | None]
+"""Captures a graph of the same step, with equal results to the bit; None if there is none."""
+
+MIN_LOGITS = 0.5
+"""Least bytes of logits that may decide the smallest budget, relative to what other ops need."""
+
+
+@dataclass(frozen=True)
+class ChunkedGraph:
+    """The graph of a step with its heads in chunks (`variants.linear_cross_entropy`).
+
+    Attributes:
+        capture: captures it.
+        extra_us: what the chunks cost beyond the head: its products, computed again.
+        may_lower_min: False if other ops need much more memory than the logits.
+    """
+
+    capture: CaptureGraph
+    extra_us: float
+    may_lower_min: bool
+
+    @classmethod
+    def of(
+        cls, whole: Captured, heads: Sequence[Head], capture: CaptureGraph
+    ) -> "ChunkedGraph | None":
+        """The chunked graph of a captured step with these heads; None if it has none."""
+        if not heads:
+            return None
+        position = {node: i for i, node in enumerate(whole.ops)}
+        ops = shared_costs(whole.graph).ops  # ranks choose alike
+        costs = [ops[position[head.product]].cost_us for head in heads]
+        extra = sum(cost * head.products_again for cost, head in zip(costs, heads, strict=True))
+        in_arena = (tensor for tensor in whole.graph.tensors if not tensor.resident)
+        bytes_of: dict[int | None, int] = {tensor.id: tensor.bytes for tensor in in_arena}
+        inside = {node for head in heads for node in head.inside}
+        made = {t for node in inside for t in whole.storages.get(node, ())}
+        needs = (
+            sum(bytes_of.get(t, 0) for t in (*op.inputs, *op.outputs)) + op.workspace_bytes
+            for op in whole.graph.ops
+            if made.isdisjoint((*op.inputs, *op.outputs))
+        )
+        logits = max(bytes_of[whole.storages[head.product][0]] for head in heads)
+        return cls(capture, extra, logits >= MIN_LOGITS * max(needs, default=0))
+
+
 @dataclass(frozen=True)
 class Planner:
     """Makes first plans within the budget of `options`.
 
     A share that cannot be met is raised, with a warning that begins with `raised`. With `hooked`
-    leaves, hooks are assumed to consume gradients if the budget is infeasible otherwise.
+    leaves, hooks are assumed to consume gradients if the budget is infeasible otherwise. Without
+    `from_above`, bytes that the method misses are not searched for from above.
     """
 
     options: Options
     history: ShapeHistory
     raised: str
     hooked: bool
+    from_above: bool = True
 
     def plan(self, captured: Captured) -> FirstPlan:
         """The plan of a step.
@@ -55,6 +107,7 @@ class Planner:
                 raised="" if consumed else self.raised,
                 history=self.history,
                 checkpoints=captured.checkpoints,
+                from_above=self.from_above,
             )
         except InfeasibleBudgetError as error:
             if not consumed:
@@ -62,7 +115,8 @@ class Planner:
             now = MemoryEnvironment(consumed=consumed)
             under = capture_adjust.under(captured, now)
             try:
-                made, cached = plan_for(under.graph, self.options.within(error.budget_bytes))
+                within = self.options.within(error.budget_bytes)
+                made, cached = plan_for(under.graph, within, from_above=self.from_above)
             except InfeasibleBudgetError:
                 if self.options.plan.budget.kind == "bytes":
                     raise error from None
@@ -83,34 +137,86 @@ class Planner:
         Raises:
             planner.InfeasibleBudgetError: neither can meet the budget.
         """
-        exact = replace(self, raised="")
         eager = replace(eager, graph=shared_costs(eager.graph))  # ranks choose alike
-        try:
-            best = exact.plan(fused)
-        except InfeasibleBudgetError as error:
-            return self._instead(fused, eager, error)
         if self.options.plan.budget.kind == "min":
-            other = exact.plan(eager)
-        elif best.plan.cost_us <= sum(op.cost_us for op in eager.graph.ops):
+            exact = replace(self, raised="")
+            both = exact.plan(fused), exact.plan(eager)
+            return min(both, key=lambda found: (found.plan.budget_bytes, found.plan.cost_us))
+        least_us = sum(op.cost_us for op in eager.graph.ops)
+        return self._either(
+            lambda planner: planner.plan(fused),
+            lambda: eager,
+            lambda best: best.cost_us > least_us,
+            lambda planner: planner.better(fused, eager),
+        )
+
+    def with_chunks(self, whole: PlanGraph, chunked: ChunkedGraph | None) -> FirstPlan:
+        """The plan of less cost within one budget, of `whole` or of `chunked` if there is one.
+
+        The latter is captured where its plan may be the better one: at `min`, and where `whole`
+        cannot meet the budget, or only at more overhead than that of the chunks.
+
+        Raises:
+            planner.InfeasibleBudgetError: neither can meet the budget.
+        """
+        if chunked is None:
+            return whole(self)
+        if self.options.plan.budget.kind != "min":
+            return self._either(
+                whole,
+                chunked.capture,
+                lambda best: best.cost_us - best.base_cost_us > chunked.extra_us,
+                lambda planner: planner.with_chunks(whole, chunked),
+            )
+        captured = chunked.capture() if chunked.may_lower_min else None
+        if captured is None:
+            return whole(self)
+        exact = replace(self, raised="")
+        best = exact.plan(captured)
+        try:
+            within = exact.within(best.plan.budget_bytes)
+            other = whole(replace(within, from_above=False))
+        except InfeasibleBudgetError:
             return best
-        else:
+        return min(best, other, key=lambda found: found.plan.cost_us)
+
+    def _either(
+        self,
+        first: PlanGraph,
+        second: CaptureGraph,
+        is_worth: Callable[[Plan], bool],
+        smallest: PlanGraph,
+    ) -> FirstPlan:
+        """The plan of less cost within one budget; a share is one of the peak of `first`.
+
+        `second` is planned if `first` cannot meet the budget, or if it may be better than its plan.
+        A share that neither can meet is raised to the plan of `smallest`.
+        """
+        exact = replace(self, raised="")
+        try:
+            best = first(exact)
+        except InfeasibleBudgetError as error:
+            captured = second()
+            if captured is None:
+                return first(self)
             try:
-                other = exact.within(best.plan.budget_bytes).plan(eager)
+                return exact.within(error.budget_bytes).plan(captured)
+            except InfeasibleBudgetError:
+                if self.options.plan.budget.kind == "bytes" or not self.raised:
+                    raise
+            reason = str(error)  # text: an error would keep the frames of all callers alive
+        else:
+            captured = second() if is_worth(best.plan) else None
+            if captured is None:
+                return best
+            try:
+                within = exact.within(best.plan.budget_bytes)
+                other = replace(within, from_above=False).plan(captured)
             except InfeasibleBudgetError:
                 return best
-        return min(best, other, key=lambda found: (found.plan.budget_bytes, found.plan.cost_us))
-
-    def _instead(
-        self, fused: Captured, eager: Captured, reason: InfeasibleBudgetError
-    ) -> FirstPlan:
-        """The plan if `fused` cannot meet the budget."""
-        try:
-            return replace(self.within(reason.budget_bytes), raised="").plan(eager)
-        except InfeasibleBudgetError:
-            if self.options.plan.budget.kind == "bytes":
-                raise
-        least = self.within(None).better(fused, eager)
-        log_raised(self.raised, least.plan, str(reason), self.history)
+            return min(best, other, key=lambda found: found.plan.cost_us)
+        least = smallest(self.within(None))
+        log_raised(self.raised, least.plan, reason, self.history)
         return least
 
     def within(self, budget_bytes: int | None) -> "Planner":

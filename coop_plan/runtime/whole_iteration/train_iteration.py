@@ -11,20 +11,21 @@ from torch import fx
 from torch.optim import Optimizer
 
 from coop_plan.planner.progress import log_duration
-from coop_plan.runtime.capture.joint_graph import capture_joint
+from coop_plan.runtime.capture.joint_graph import Captured, capture_joint
 from coop_plan.runtime.capture.tracing_rules import as_eager
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.dynamic_shapes.specialize import call_state, keep_recompiling
 from coop_plan.runtime.errors import CaptureError, OptionsError, RuntimeRefusalError
 from coop_plan.runtime.execute.arena_pool import arena_pools_of
 from coop_plan.runtime.execute.budget_check import warn_of_profiling
-from coop_plan.runtime.execute.first_plan import Planner
+from coop_plan.runtime.execute.first_plan import ChunkedGraph, Planner
 from coop_plan.runtime.execute.lower_to_fx import stubs
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
 from coop_plan.runtime.source_lines import SourceLines, source_lines_of
 from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed, copy_of, is_tangent
 from coop_plan.runtime.torch_internals.tracing import without_modes
+from coop_plan.runtime.variants.linear_cross_entropy import chunk_heads, heads_of
 from coop_plan.runtime.variants.passes import VARIANT_PASSES
 from coop_plan.runtime.whole_iteration.graph import (
     IN_PLACE_SUMS,
@@ -189,12 +190,24 @@ class TrainIteration:
                 " are one: each micro-batch of train_iteration needs a loss with a gradient"
             )
         profiles = {at: self._updates.profile(update) for at, update in updates.items()}
-        module = iteration_graph(traced.joint, traced.outputs, profiles, self._clip_norm)
         results = traced.outputs + (self._clip_norm is not None)
         variants = VARIANT_PASSES if self._options.variants else IN_PLACE_SUMS
-        captured = in_loop_order(
-            capture_joint(module, results, traced.static, "iteration", variants=variants)
-        )
+
+        def graph_of(joint: fx.GraphModule) -> fx.GraphModule:
+            return iteration_graph(joint, traced.outputs, profiles, self._clip_norm)
+
+        def capture(module: fx.GraphModule) -> Captured:
+            return in_loop_order(
+                capture_joint(module, results, traced.static, "iteration", variants=variants)
+            )
+
+        def chunked() -> Captured | None:
+            joint = copy_of(traced.joint)
+            return capture(graph_of(joint)) if chunk_heads(joint) else None
+
+        module = graph_of(traced.joint)
+        heads = heads_of(module)
+        captured = capture(module)
         if captured.device.type == "cuda":
             self._options.check_on_cuda()
         lines = traced.lines
@@ -202,7 +215,9 @@ class TrainIteration:
         found = Planner(
             self._options, ShapeHistory(), f"{lines.begin}: this iteration", hooked=False
         )
-        first = found.plan(captured)
+        first = found.with_chunks(
+            lambda planner: planner.plan(captured), ChunkedGraph.of(captured, heads, chunked)
+        )
         report = StepReport.of(
             *(f"iteration {len(reports())}", first.under.graph, first.plan),
             first.under.resident_in_step,

@@ -27,8 +27,8 @@ from coop_plan.planner.core.memory_bounds import (
     working_sets,
 )
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
-from coop_plan.planner.exact.incumbent import OPTIMALITY_TOLERANCE, SOLVER_TOLERANCE
+from coop_plan.planner.core.schedule import NoScheduleError, Schedule
+from coop_plan.planner.exact.incumbent import Incumbent
 from coop_plan.planner.exact.model.milp import INFINITY, Answer, Outcome
 from coop_plan.planner.exact.model.point_selection import worst_of_groups
 from coop_plan.planner.exact.model.program import Program
@@ -47,7 +47,7 @@ from coop_plan.planner.exact.primal.warm_start import warm_start
 from coop_plan.planner.exact.solver.process import SolverProcess
 from coop_plan.planner.exact.variant_params import DEFAULTS, VariantParams
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
-from coop_plan.planner.method import Progress, Request
+from coop_plan.planner.method import Request
 from coop_plan.planner.placement.layout import WORK, lay_out
 
 NO_TIME_LIMIT = 1e6
@@ -62,8 +62,7 @@ def solver_installed() -> bool:
 class VariantSearch:
     """One search for one request; its schedules have no transfers.
 
-    `placed` is the cheapest schedule with a layout, or None. `bound_us` is the lower bound on the
-    cost of every schedule in program order, µs.
+    `incumbent` has the cheapest schedule with a layout, and the bound of program order.
     """
 
     def __init__(
@@ -72,8 +71,7 @@ class VariantSearch:
         self.problem, self.request, self.params = problem, request, params
         self.program = Program.of(problem, variants=True)
         self.capacity = problem.rounded(request.arena_bytes)
-        self.placed: PlacedSchedule | None = None
-        self.bound_us = problem.floor_us
+        self.incumbent = Incumbent(problem, request.arena_bytes, request.progress)
         self._failed_layouts = 0
         self._timed = request.deadline is not None
         self._solved_exactly = False  # every op a time point: nothing left to refine
@@ -82,11 +80,6 @@ class VariantSearch:
         self.points = self._first_points(params.bound_points)
         self.cuts = frozenset[tuple[int, int]]()
         self._overfull: Schedule | None = None
-
-    @property
-    def cost_us(self) -> float:
-        """Cost of the best schedule, µs; infinite without one."""
-        return INFINITY if self.placed is None else self.placed.cost_us
 
     def _first_points(self, count: int) -> list[int]:
         """The op with the largest working set of each of `count` groups of ops over capacity."""
@@ -166,7 +159,7 @@ class VariantSearch:
         relaxed = replace(model.milp, integer=[False] * len(model.milp.integer))
         answer = process.solve(relaxed, self._until(INFINITY))
         if answer.outcome is Outcome.OPTIMAL:
-            self.prove(model, answer.bound)
+            self.incumbent.prove(model.bound_us(answer.bound))
         if answer.values is not None:
             yield self._consistent(model.chosen(answer.values))
 
@@ -175,12 +168,6 @@ class VariantSearch:
         with SolverProcess() as process:
             return next(self._relaxation_start(process, self._model(self.capacity)), None)
 
-    def prove(self, model: TimePointModel, bound: float) -> None:
-        """Raise the bound by a solver's bound of a program at the full capacity."""
-        if bound > -INFINITY:
-            proved = model.bound_us(bound) * (1 - SOLVER_TOLERANCE)
-            self.bound_us = max(self.bound_us, min(proved, self.cost_us))
-
     def _plan_start(self, chosen: list[int]) -> None:
         """Plan the step of these variants alone by coop-offline, and offer the schedule."""
         request = self.request.in_program_order()
@@ -188,20 +175,7 @@ class VariantSearch:
         method = CoopOffline(fix_variants(self.problem, chosen), request)
         with contextlib.suppress(DoesNotFitError, TimeLimitError):
             method.begin()
-            self.offer(restore_variants(self.problem, chosen, method.solution().placed))
-
-    def offer(self, placed: PlacedSchedule) -> bool:
-        """Keep a schedule within the arena if it is cheaper than the best."""
-        if placed.cost_us >= self.cost_us or placed.arena_bytes > self.request.arena_bytes:
-            return False
-        self.placed = placed
-        if self.request.progress is not None:
-            base = max(self.problem.base_cost_us, 1e-12)
-            overhead, bound = placed.cost_us / base - 1, self.bound_us / base - 1
-            self.request.progress(
-                Progress(f"variants and recomputes: overhead {overhead:.2%}", None, overhead, bound)
-            )
-        return True
+            self.incumbent.offer(restore_variants(self.problem, chosen, method.solution().placed))
 
     def _reselected(self, runs: list[int], capacity: int) -> Schedule | None:
         """Re-select the variants of runs; None if the runs are no schedule."""
@@ -216,12 +190,12 @@ class VariantSearch:
     def _place(self, schedule: Schedule) -> bool:
         """Keep a schedule of the program that fits if it is cheaper and has a layout."""
         arena = self.request.arena_bytes
-        if schedule.cost_us >= self.cost_us - 1e-6 or not schedule.fits(arena):
+        if schedule.cost_us >= self.incumbent.cost_us - 1e-6 or not schedule.fits(arena):
             return False
         layout = lay_out(schedule, arena, work=0)
         if layout.placed.arena_bytes > arena:
             layout = lay_out(schedule, arena, work=WORK, order_hint=layout.placement.order)
-        return self.offer(self.program.versions.placed_to_original(layout.placed))
+        return self.incumbent.offer(self.program.versions.placed_to_original(layout.placed))
 
     def _hill_climb(self, chosen: list[int]) -> None:
         """Exchange single variants, with the producers of their inputs, while that improves."""
@@ -234,9 +208,9 @@ class VariantSearch:
             other = self._exchange(chosen, variant)
             if other != chosen:
                 attempts += 1
-                before = self.cost_us
+                before = self.incumbent.cost_us
                 self._plan_start(other)
-                if self.cost_us < before:
+                if self.incumbent.cost_us < before:
                     chosen, unchanged = other, 0
                     if self.request.any_schedule:
                         return
@@ -285,14 +259,14 @@ class VariantSearch:
             if any_schedule:
                 rules = itertools.islice(rules, self.params.quick_rules)
             best = self._run_starts(rules)
-        if not (self.proved or (any_schedule and self.placed is not None)):
+        if not (self.incumbent.proved or (any_schedule and self.incumbent.placed is not None)):
             if solver:
                 params = replace(EXACT.solver, grace_seconds=EXACT.solver.grace_seconds + 0.5)
                 with SolverProcess(params) as process:
                     self._run_with_solver(process, prove)
             elif not any_schedule or self.program.n <= self.params.small_ops:
                 self._hill_climb(best)
-        if self.placed is None:
+        if self.incumbent.placed is None:
             raise DoesNotFitError(working_set_bound(self.problem).op)
 
     def _run_starts(self, starts: Iterator[list[int]]) -> list[int]:
@@ -300,27 +274,27 @@ class VariantSearch:
         seen: list[list[int]] = []
         best = list(range(self.program.n))
         for chosen in starts:
-            before = self.cost_us
+            before = self.incumbent.cost_us
             if chosen not in seen:
                 seen.append(chosen)
                 self._plan_start(chosen)
-            if self.placed is None or self.cost_us < before:
+            if self.incumbent.placed is None or self.incumbent.cost_us < before:
                 best = chosen
-            if self.request.any_schedule and self.placed is not None:
+            if self.request.any_schedule and self.incumbent.placed is not None:
                 return best
         self._reselect_variants()
         return best
 
     def _reselect_variants(self) -> None:
-        if self.placed is not None:
-            better = self._reselected(self.placed.schedule.what.tolist(), self.capacity)
+        if self.incumbent.placed is not None:
+            better = self._reselected(self.incumbent.placed.schedule.what.tolist(), self.capacity)
             if better is not None:
                 self._place(better)
 
     def _run_with_solver(self, process: SolverProcess, prove: bool) -> None:
         model = self._model(self.capacity)
         self._run_starts(self._relaxation_start(process, model))
-        if self.request.any_schedule and self.placed is not None:
+        if self.request.any_schedule and self.incumbent.placed is not None:
             return
         self._run_starts(self._rule_starts())
         small = self.program.n <= self.params.small_ops
@@ -348,17 +322,17 @@ class VariantSearch:
         """
         until, tight = self._time_share(self.params.bound_share), False
         while not self._done():
-            if self.placed is None:
+            found = self.incumbent.placed is not None
+            if not found:
                 until = self._time_share(self.params.bound_share)
             elif until_placed or time.monotonic() >= until:
                 return
             gap = EXACT.lns.relative_gap
-            if self.placed is not None and self._timed and not tight:
-                excess = self.cost_us / max(self.bound_us, 1e-12) - 1
-                gap = max(gap, self.params.gap_share * excess)
-            each = self._time_share(self.params.solve_share) if self.placed is not None else until
+            if found and self._timed and not tight:
+                gap = max(gap, self.params.gap_share * self.incumbent.gap)
+            each = self._time_share(self.params.solve_share) if found else until
             ended = self._solve(process, model, min(until, each), gap)
-            if self.placed is not None and not (ended and self._timed):
+            if self.incumbent.placed is not None and not (ended and self._timed):
                 return
             if self._is_current(model, self.capacity):
                 if tight or gap <= EXACT.lns.relative_gap:
@@ -379,7 +353,7 @@ class VariantSearch:
         exact = self.program.n <= self.params.small_ops
         gap = 0.0 if exact else gap
         answer = process.solve(model.milp, until, relative_gap=gap, nodes=self._node_limit)
-        self.prove(model, answer.bound)
+        self.incumbent.prove(model.bound_us(answer.bound))
         ended = answer.outcome is Outcome.OPTIMAL
         values = answer.values
         if values is not None and not self._read_schedule(model, values, self.capacity):
@@ -395,13 +369,14 @@ class VariantSearch:
         except (NoScheduleError, NotRecomputableError):
             return False
         schedule = readout.schedule
-        if schedule.cost_us < self.cost_us and readout.overflows:
+        if schedule.cost_us < self.incumbent.cost_us and readout.overflows:
             # Refine by the readout as it is: re-selection may hide, at a cost, memory that the
             # program ignores.
             self._overfull = schedule
             self._refine_model(readout.overflows)
         better = self._reselected(schedule.variants, capacity)
-        if better is None or better.cost_us >= self.cost_us - 1e-6 or not better.fits(capacity):
+        least = self.incumbent.cost_us - 1e-6
+        if better is None or better.cost_us >= least or not better.fits(capacity):
             return False
         kept = self._place(better)
         self._failed_layouts = max(0, self._failed_layouts + (-1 if kept else 1))
@@ -430,7 +405,7 @@ class VariantSearch:
 
     def _promising(self, model: TimePointModel, answer: Answer) -> list[float] | None:
         """Values of a solution that may improve the best schedule after re-selection."""
-        limit = self.cost_us * (1 + self.params.max_read_excess)
+        limit = self.incumbent.cost_us * (1 + self.params.max_read_excess)
         return answer.values if model.bound_us(answer.objective) <= limit else None
 
     def _repair_overfull(self, process: SolverProcess, schedule: Schedule) -> None:
@@ -465,7 +440,8 @@ class VariantSearch:
         neighbourhoods, lns = Neighbourhoods(self.request.seed), EXACT.lns
         model = None
         for count in itertools.count():
-            if self.placed is None or self._done():
+            best = self.incumbent.placed
+            if best is None or self._done():
                 return
             if not self._timed and count >= params.neighbourhoods:
                 return
@@ -473,7 +449,7 @@ class VariantSearch:
             capacity = int(self.capacity * (1 - margin))
             if model is None or not self._is_current(model, capacity):
                 model = self._model(capacity, ordered=True)
-            values = warm_start(model, self.program.versions.of_original(self.placed.schedule))
+            values = warm_start(model, self.program.versions.of_original(best.schedule))
             part = neighbourhoods.next(model, values)
             until = self._until(lns.step_seconds)
             answer = process.solve(
@@ -484,10 +460,5 @@ class VariantSearch:
             if found is not None:
                 self._read_schedule(model, found, capacity)
 
-    @property
-    def proved(self) -> bool:
-        """True if the cost is within the tolerance of the bound."""
-        return self.cost_us <= self.bound_us * (1 + OPTIMALITY_TOLERANCE)
-
     def _done(self) -> bool:
-        return self.proved or self._solved_exactly or self.request.out_of_time()
+        return self.incumbent.proved or self._solved_exactly or self.request.out_of_time()

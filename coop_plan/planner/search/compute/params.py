@@ -15,8 +15,8 @@ from coop_plan.planner.core.params import (
 
 
 @dataclass(frozen=True)
-class AnnealingParams(Params):
-    """Temperatures, penalties and layouts of an annealing."""
+class SequenceParams(Params):
+    """Annealing of a sequence of events."""
 
     temperature: Ratio = 0.4
     """Initial temperature, in mean costs of an op."""
@@ -35,11 +35,6 @@ class AnnealingParams(Params):
 
     min_saving: Share = 1e-4
     """Least saving, as a share of the incumbent's cost, for which a layout is tried."""
-
-
-@dataclass(frozen=True)
-class SequenceParams(AnnealingParams):
-    """Annealing of a sequence of events."""
 
     event_factor: Count = 2
     """Most events of a sequence, as a multiple of the longest start, plus `extra_events`."""
