@@ -162,6 +162,33 @@ def test_a_second_backward_after_other_calls_counts_what_they_left(order, caplog
             parameter.grad = None
 
 
+@pytest.mark.parametrize("between", [2, 7, 12])
+@pytest.mark.parametrize("budget", ["min", "80%"])
+def test_a_backward_after_many_iterations_counts_them_or_is_told_of(between, budget, caplog):
+    nets = [net(64), net(96)]
+    steps = [torch.compile(n, backend="coop", options={"budget": budget}) for n in nets]
+    parameters = [p for part in nets for p in part.parameters()]
+    peak = Peak(parameters)
+
+    def train():
+        loss, kept = steps[0](torch.ones(200, 64)).square().mean(), []
+        for _ in range(between):
+            made = steps[1](torch.ones(200, 96))
+            kept.append(made.detach())
+            made.square().mean().backward()
+        loss.backward()
+
+    for _ in range(2):
+        found = peak.during(train)
+        budgets = [report.budget_bytes for report in runtime.reports()]
+        beyond = found - max(budgets) - TOLERANCE - 1.02 * told_excess(caplog)
+        late = [line for line in caplog.messages if "iterations after its forward" in line]
+        assert len(late) == (between > 8)
+        assert beyond <= 0 or late
+        for parameter in parameters:
+            parameter.grad = None
+
+
 @pytest.mark.parametrize("order", ["FFFBB", "FFBFBB", "FFBFAB"])
 def test_all_gradients_held_before_an_iteration_are_counted(order, monkeypatch, caplog):
     """Also those of a graph that follows a backward, or seems to begin an iteration."""

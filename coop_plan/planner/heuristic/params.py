@@ -85,6 +85,21 @@ class PortfolioParams(Params):
     probe_stride: Count = 4
     """Grid steps between budgets of the later windows if any feasible schedule is enough."""
 
+    fine_ratio: Annotated[float, Within(math.nextafter(1.0, 2.0), math.inf)] = 1.0025
+    """Ratio of neighbouring logical budgets of the fine sweep, near the arena's size."""
+
+    fine_steps: Count = 16
+    """Logical budgets of the fine sweep."""
+
+    fine_steps_above: Size = 4
+    """Those of them above the arena: a run may need less than its logical budget."""
+
+    fine_layouts: Size = 48
+    """Most layouts of the fine sweep."""
+
+    fine_runs_per_op: Positive = 2.0
+    """Least runs of an op in the incumbent, on average, for which there is a fine sweep."""
+
     small_ops: Size = 500
     """Largest number of ops for which every rule is tried on the whole grid."""
 

@@ -74,6 +74,7 @@ class IterationRecorder:
             weakref.WeakKeyDictionary()
         )
         self._past: list[Order] = []
+        self._late: set[str] = set()  # names of steps whose late backward was told
         # Iterations from a step, one after another, of which a call had no backward.
         self._incomplete: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
@@ -158,8 +159,20 @@ class IterationRecorder:
         number = self._now.numbers.get(invocation)
         if number is None:
             self._abandon("the backward of an earlier iteration came")
+            self._warn_of_late(invocation)
         else:
             self._next(number, True)
+
+    def _warn_of_late(self, invocation: Invocation) -> None:
+        """Warn once per step that its backward came too late to count the bytes beside it."""
+        if invocation.name not in self._late:
+            self._late.add(invocation.name)
+            log.warning(
+                "'%s' runs a backward more than %d iterations after its forward: bytes that these"
+                " iterations hold are not counted beside it; run the backward earlier",
+                invocation.name,
+                MAX_PENDING,
+            )
 
     def given(self, invocation: Invocation, tangents: Sequence[Any]) -> None:
         """Record the tangents of a call's backward."""
