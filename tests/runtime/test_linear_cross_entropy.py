@@ -89,7 +89,7 @@ def test_random_heads_equal_eager(seed):
         model.words.requires_grad_(False)
         model.layer.requires_grad_(False)
     model.cut = draw.choice([slice(None), slice(0, -1), slice(1, None), slice(-20, -2)])
-    data = batch(classes, draw.randint(1, 3), draw.randint(33, 130), ignored=ignored)
+    data = batch(classes, draw.randint(1, 2), draw.randint(130, 190), ignored=ignored)
     report = steps_equal(model, draw.choice(["min", "60%"]), data, variants=draw.random() < 0.3)
     assert in_chunks(report)
 
@@ -141,6 +141,11 @@ def test_min_falls_by_the_logits_and_their_gradient(monkeypatch):
 def test_a_budget_that_needs_no_chunks_has_none():
     model, data = Model(1000, 32), batch(1000, 2, 64)
     assert not in_chunks(steps_equal(model, "100%", data))
+
+
+def test_a_head_that_needs_less_than_other_ops_is_planned_whole_at_min():
+    model, data = Model(40, 64), batch(40, 2, 40)
+    assert not in_chunks(steps_equal(model, "min", data))
 
 
 def test_bytes_that_the_whole_head_cannot_meet():

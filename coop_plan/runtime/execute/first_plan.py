@@ -33,9 +33,6 @@ PlanGraph = Callable[["Planner"], FirstPlan]
 CaptureGraph = Callable[[], Captured | None]
 """Captures a graph of the same step, with equal results to the bit; None if there is none."""
 
-MIN_LOGITS = 0.5
-"""Least bytes of logits that may decide the smallest budget, relative to what other ops need."""
-
 
 @dataclass(frozen=True)
 class ChunkedGraph:
@@ -44,7 +41,8 @@ class ChunkedGraph:
     Attributes:
         capture: captures it.
         extra_us: what the chunks cost beyond the head: its products, computed again.
-        may_lower_min: False if other ops need much more memory than the logits.
+        may_lower_min: False if another op needs more memory than the logits: fewer bytes would be
+            few, and cost much recomputation.
     """
 
     capture: CaptureGraph
@@ -72,7 +70,7 @@ class ChunkedGraph:
             if made.isdisjoint((*op.inputs, *op.outputs))
         )
         logits = max(bytes_of[whole.storages[head.product][0]] for head in heads)
-        return cls(capture, extra, logits >= MIN_LOGITS * max(needs, default=0))
+        return cls(capture, extra, logits >= max(needs, default=0))
 
 
 @dataclass(frozen=True)
