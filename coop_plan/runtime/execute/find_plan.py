@@ -202,7 +202,7 @@ def _or_smallest(
     options: Options,
     raised: str,
     history: ShapeHistory | None,
-    from_above: bool,
+    from_above: bool = True,
 ) -> Plan:
     try:
         return make(graph, options.plan)

@@ -166,6 +166,11 @@ LINALG_CHECK: Any = torch.ops.aten._linalg_check_errors.default
 TENSOR_ITEM: Any = torch.ops.aten._local_scalar_dense.default
 """The op of `tensor.item()`."""
 
+TO_COPY: Any = torch.ops.aten._to_copy.default
+"""The op of `tensor.to()` that copies: a cast, or to another device or layout."""
+
+LOG_SOFTMAX: Any = torch.ops.aten._log_softmax.default
+
 LOG_SOFTMAX_BACKWARD: Any = torch.ops.aten._log_softmax_backward_data.default
 """The gradient of `log_softmax`, also within `cross_entropy`."""
 
@@ -187,7 +192,7 @@ BATCH_NORM_BACKWARDS: frozenset[Any] = frozenset(
 SOFTMAX_OPS: frozenset[Any] = frozenset(
     {
         torch.ops.aten._softmax.default,
-        torch.ops.aten._log_softmax.default,
+        LOG_SOFTMAX,
         torch.ops.aten._softmax_backward_data.default,
         LOG_SOFTMAX_BACKWARD,
     }

@@ -20,7 +20,12 @@ from coop_plan.runtime.capture.profiler import (
     signature,
     synthetic_arguments,
 )
-from coop_plan.runtime.torch_internals.ops import LOG_SOFTMAX_BACKWARD, UNTAGGED_VIEWS
+from coop_plan.runtime.torch_internals.ops import (
+    LOG_SOFTMAX,
+    LOG_SOFTMAX_BACKWARD,
+    TO_COPY,
+    UNTAGGED_VIEWS,
+)
 from coop_plan.runtime.variants.bitwise_check import bitwise_equal, cached_check
 from coop_plan.runtime.variants.linear_cross_entropy_ops import (
     INPUT_GRADIENT,
@@ -109,7 +114,7 @@ def _head_of(loss: fx.Node) -> Head | None:
     args: Any = loss.args
     output, target, weight, reduction, ignore_index = args
     softmax = _without(output, _SAME[-2:])
-    if weight is not None or softmax.target is not _aten._log_softmax.default:
+    if weight is not None or softmax.target is not LOG_SOFTMAX:
         return None
     logits, dim, half_to_float = softmax.args
     exact = softmax.meta["val"].dtype in (torch.float32, torch.float64)
@@ -141,7 +146,7 @@ def _head_of(loss: fx.Node) -> Head | None:
     if gradient.args[0] is not backward or {*backward.users} != {gradient}:
         return None
     inside |= {backward, gradient}
-    through = *_SAME, _aten._to_copy.default, _aten.t.default, _aten.slice_backward.default
+    through = *_SAME, TO_COPY, _aten.t.default, _aten.slice_backward.default
     ends = [*_readers(gradient, through, inside)]
     sewn = [node for node in inside if node.target is _aten.slice_backward.default]
     if [node.args[1:] for node in sewn] != ([] if cut is None else [_cut_arguments(cut)]):
@@ -171,7 +176,7 @@ def _without(node: Any, targets: Sequence[Any]) -> Any:
 
 def _is_cast(node: fx.Node) -> bool:
     """True if an op changes the dtype alone."""
-    if node.target is not _aten._to_copy.default or not node.kwargs.keys() <= _CAST_OPTIONS:
+    if node.target is not TO_COPY or not node.kwargs.keys() <= _CAST_OPTIONS:
         return False
     given, made = node.all_input_nodes[0].meta["val"], node.meta["val"]
     return bool(given.device == made.device and given.layout == made.layout)
@@ -209,7 +214,7 @@ def _kept_rows(cut: fx.Node) -> list[int]:
 def _readers(node: fx.Node, through: Sequence[Any], passed: set[fx.Node]) -> Iterator[fx.Node]:
     """Readers of a node, also through these ops, which are added to `passed`."""
     for user in node.users:
-        if user.target in through and (user.target is not _aten._to_copy.default or _is_cast(user)):
+        if user.target in through and (user.target is not TO_COPY or _is_cast(user)):
             passed.add(user)
             yield from _readers(user, through, passed)
         else:
