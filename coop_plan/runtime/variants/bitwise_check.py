@@ -1,7 +1,7 @@
 """Cache of bitwise-equality checks on synthetic inputs, in memory and with the profiles on disk."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -44,3 +44,11 @@ def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if two tensors of one dtype have equal bits, signs of zero and NaN included."""
     first, second = (values.contiguous().flatten().view(torch.uint8) for values in (a, b))
     return first.equal(second)
+
+
+def all_bitwise_equal(results: Sequence[Any], expected: Sequence[Any]) -> bool:
+    """True if two lists of tensors have equal bits, and None at the same places."""
+    return all(
+        a is b if a is None or b is None else bitwise_equal(a, b)
+        for a, b in zip(results, expected, strict=True)
+    )

@@ -21,7 +21,7 @@ from coop_plan.runtime.capture.profiler import (
 )
 from coop_plan.runtime.op_profile import OpProfile
 from coop_plan.runtime.torch_internals.ops import OpOverload, argument_names, tree_flatten
-from coop_plan.runtime.variants.bitwise_check import bitwise_equal, cached_check
+from coop_plan.runtime.variants.bitwise_check import all_bitwise_equal, cached_check
 from coop_plan.runtime.variants.chunked_ops import (
     CHUNKED_OPS,
     SLICE_SPECS,
@@ -184,14 +184,16 @@ class _OpCall:
         def run_check() -> bool:
             given, named = synthetic_arguments(self.target, self.args, self.kwargs)
             expected = tree_flatten(self.target(*given, **named))[0]
-            if not _all_equal(tree_flatten(target(*chunk_args, *given, **named))[0], expected):
+            if not all_bitwise_equal(
+                tree_flatten(target(*chunk_args, *given, **named))[0], expected
+            ):
                 return False
             for outs in _disjoint_rounds(pairs):
                 arguments = (*chunk_args, *given), named
                 results, allocations = run_into_copies(target, arguments, outs)
                 if allocations != variant.allocations_except(outs):
                     return False
-                if not _all_equal(results, expected):
+                if not all_bitwise_equal(results, expected):
                     return False
             return True
 
@@ -209,10 +211,3 @@ def _disjoint_rounds(pairs: InplacePairs) -> list[dict[int, int]]:
             rounds.append(found := {})
         found[result] = argument
     return rounds
-
-
-def _all_equal(results: Sequence[Any], expected: Sequence[Any]) -> bool:
-    return all(
-        a is b if a is None or b is None else bitwise_equal(a, b)
-        for a, b in zip(results, expected, strict=True)
-    )

@@ -26,7 +26,7 @@ from coop_plan.runtime.torch_internals.ops import (
     TO_COPY,
     UNTAGGED_VIEWS,
 )
-from coop_plan.runtime.variants.bitwise_check import bitwise_equal, cached_check
+from coop_plan.runtime.variants.bitwise_check import all_bitwise_equal, cached_check
 from coop_plan.runtime.variants.linear_cross_entropy_ops import (
     INPUT_GRADIENT,
     LOSS,
@@ -262,11 +262,11 @@ def _chunk_sizes(head: Head) -> tuple[int, int] | None:
                 LOSS(*given, dtype, size)[:2],
                 INPUT_GRADIENT(gradient, *given, total, dtype, size),
             )
-            return _all_equal((*made[0], made[1]), (*forward, by_input))
+            return all_bitwise_equal((*made[0], made[1]), (*forward, by_input))
 
         def classes_equal(size: int) -> bool:
             made = WEIGHT_GRADIENT(gradient, *given, total, *sums, dtype, size)
-            return _all_equal(made, (by_weight, by_bias))
+            return all_bitwise_equal(made, (by_weight, by_bias))
 
         chunk_rows = next(filter(rows_equal, _sizes(rows, MIN_ROWS)), 0)
         sums = LOSS(*given, dtype, chunk_rows)[2:] if chunk_rows else ()
@@ -285,11 +285,6 @@ def _sizes(count: int, least: int) -> Iterator[int]:
         if size * CHUNKS >= count:
             yield size
         size *= 2
-
-
-def _all_equal(made: Sequence[Any], expected: Sequence[Any]) -> bool:
-    pairs = zip(made, expected, strict=True)
-    return all(a is b if a is None or b is None else bitwise_equal(a, b) for a, b in pairs)
 
 
 def _replace(head: Head, rows: int, classes: int) -> None:
