@@ -26,13 +26,13 @@ from coop_plan.planner.exact.params import (
     RoundShares,
     SearchParams,
 )
-from coop_plan.planner.exact.primal.intervals import schedule_intervals
 from coop_plan.planner.exact.solver.process import Child, SolverError, SolverProcess, require
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.registry import Request
 from coop_plan.schemas import InvalidInputError
 from tests.planner.brute_force import cheapest
 from tests.planner.core.test_schedule import plan_of
+from tests.planner.intervals import schedule_intervals
 from tests.planner.models import SECONDS, readout_of
 from tests.strategies import graphs
 from tests.support import make_graph
@@ -73,17 +73,16 @@ def cost_of(solve, problem, arena, **switches):
 
 @settings(SETTINGS, max_examples=40)
 @given(graph=graphs(max_ops=9, mutates=False), **BUDGETS)
-def test_optimal_agrees_with_exhaustive_search(process, graph, outputs, share, alignment):
+def test_optimal_agrees_with_exhaustive_search(graph, outputs, share, alignment):
     """The bound never exceeds the true optimum, the plan never undercuts it, a proof is right."""
     problem, arena = tight(graph, outputs, share, alignment)
     best = cheapest(problem, arena)
     try:
         solution = solve_optimal(problem, Request(arena, deadline=time.monotonic() + SECONDS))
     except DoesNotFitError:  # only fragmentation can be in the way of what fits logically
-        program, until = Program.of(problem), time.monotonic() + 1
-        if schedule_intervals(process, program, arena, until, joint=True)[1] is None:
+        if schedule_intervals(Program.of(problem), arena, 1.0, joint=True)[1] is None:
             return
-        # Joint plans are found sooner or later, by luck: then there must be one given time.
+        # Such plans are found sooner or later, by luck: then there must be one given time.
         until = time.monotonic() + 4 * SECONDS
         solution = solve_optimal(problem, Request(arena, deadline=until))
     assert best is not None
@@ -154,16 +153,12 @@ def test_bounds_hold_where_tensors_are_overwritten(graph, outputs, share, alignm
 
 @settings(SETTINGS, max_examples=25)
 @given(graph=graphs(max_ops=8, mutates=False), **BUDGETS)
-def test_checkmate_and_intervals_agree_with_exhaustive_search(
-    process, graph, outputs, share, alignment
-):
+def test_checkmate_and_intervals_agree_with_exhaustive_search(graph, outputs, share, alignment):
     """CP-SAT finds the optimum of all schedules, Checkmate that of its class."""
     problem, arena = tight(graph, outputs, share, alignment)
     best = cheapest(problem, arena)
     for copies in (3, 5):
-        outcome, schedule = schedule_intervals(
-            process, Program.of(problem), arena, time.monotonic() + SECONDS, copies=copies
-        )
+        outcome, schedule = schedule_intervals(Program.of(problem), arena, SECONDS, copies=copies)
         if schedule is not None:
             assert schedule.cost_us >= best * (1 - 1e-6)
             assert schedule.live_bytes().max(initial=0) <= arena

@@ -21,8 +21,6 @@ from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.optimal import solve_optimal
 from coop_plan.planner.exact.params import DEFAULTS, BoundingParams
-from coop_plan.planner.exact.primal.intervals import schedule_intervals
-from coop_plan.planner.exact.primal.packing import place_or_pack
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.placement.layout import lay_out
 from coop_plan.planner.registry import Request
@@ -30,6 +28,7 @@ from coop_plan.planner.search.compute.annealing import reordered
 from tests.planner.brute_force import cheapest
 from tests.planner.brute_force_swap import TooManyStatesError, shortest
 from tests.planner.core.test_schedule import plan_of
+from tests.planner.intervals import schedule_intervals
 from tests.planner.models import SECONDS, readout_of, relaxations
 from tests.planner.test_exact import BUDGETS, SETTINGS, cost_of, tight
 from tests.strategies import overwriting_graphs
@@ -114,7 +113,7 @@ def test_an_op_that_cannot_overwrite_again_is_named():
 
 @settings(SETTINGS, max_examples=40)
 @given(graph=GRAPHS, **BUDGETS)
-def test_optimal_agrees_with_exhaustive_search(process, graph, outputs, share, alignment):
+def test_optimal_agrees_with_exhaustive_search(graph, outputs, share, alignment):
     """The bound never exceeds the true optimum, the plan never undercuts it, a proof is right."""
     problem, arena = overwriting(graph, outputs, share, alignment)
     best = cheapest(problem, arena)
@@ -124,11 +123,10 @@ def test_optimal_agrees_with_exhaustive_search(process, graph, outputs, share, a
     except DoesNotFitError:
         # Fragmentation is in the way, or what fits has two buffers of one version at once, or an
         # in-place pair that could be used must not be.
-        program, until = Program.of(problem), time.monotonic() + 1
-        _, schedule = schedule_intervals(process, program, arena, until, joint=True)
-        if schedule is None or place_or_pack(process, schedule, arena, until) is None:
+        _, schedule = schedule_intervals(Program.of(problem), arena, 1.0, joint=True)
+        if schedule is None or lay_out(schedule, arena).placed.arena_bytes > arena:
             return
-        # Joint plans are found sooner or later, by luck: then there must be one given time.
+        # Such plans are found sooner or later, by luck: then there must be one given time.
         until = time.monotonic() + 4 * SECONDS
         solution = solve_optimal(problem, Request(arena, deadline=until))
     assert best is not None
@@ -185,13 +183,11 @@ def test_no_plan_with_transfers_is_shorter_than_the_model_says(
 
 @settings(SETTINGS, max_examples=30)
 @given(graph=GRAPHS, **BUDGETS)
-def test_checkmate_and_intervals_agree_with_exhaustive_search(
-    process, graph, outputs, share, alignment
-):
+def test_checkmate_and_intervals_agree_with_exhaustive_search(graph, outputs, share, alignment):
     """CP-SAT's schedules are none below the optimum, Checkmate's is the cheapest of its class."""
     problem, arena = overwriting(graph, outputs, share, alignment)
     best, program = cheapest(problem, arena), Program.of(problem)
-    _, schedule = schedule_intervals(process, program, arena, time.monotonic() + SECONDS, copies=3)
+    _, schedule = schedule_intervals(program, arena, SECONDS)
     if schedule is not None:
         original = program.versions.to_original(schedule)
         check(problem, lay_out(original)[0], best)

@@ -13,8 +13,8 @@ One request of `optimal`, in the order in which the files act:
    overwritten tensors. `solver/process.py` solves it in a child process, killed at the deadline.
    Its optimum is a valid lower bound.
 3. **Readout.** `primal/readout.py` makes a schedule of the solution, through
-   `primal/schedule_builder.py`. If it fits everywhere, `primal/packing.py` lays it out: a plan,
-   which is proved optimal if it is within the tolerance of the bound.
+   `primal/schedule_builder.py`. If it fits everywhere and has a layout, it is a plan, which is
+   proved optimal if it is within the tolerance of the bound.
 4. **Overflow → refine.** If the readout overflows, `primal/guided_replan.py` makes a plan of nearly
    the same evictions with coop-offline's kernel. `refine.py` adds time points, or cuts of
    recomputes, at the largest overflows: back to 2.
@@ -25,13 +25,11 @@ One request of `optimal`, in the order in which the files act:
    `primal/lns.py` improves its solution by large neighbourhood search.
 6. **Layout conflicts.** If a schedule fits but has no layout, the rounds are repeated within
    slightly smaller arenas, which prove nothing.
-7. **Joint model.** On tiny graphs `primal/intervals.py` decides eviction and layout at once
-   (CP-SAT).
 
 With variants, the model has columns for the choice of each run. `variants.py` runs the search of
 `primal/variant_search.py` on it. With transfers, coop-offline plans the variants found there.
 
 A solver process (`solver/worker.py`) passes the typed jobs of `solver/jobs.py` to OR-Tools' MathOpt
-or PuLP (`solver/milp_solvers.py`), PDLP (`solver/pdlp.py`), HiGHS's simplex (`solver/simplex.py`)
-or CP-SAT (`solver/cp_sat.py`). Time and work limits are in `params.py` and `variant_params.py`.
+or PuLP (`solver/milp_solvers.py`), PDLP (`solver/pdlp.py`) or HiGHS's simplex
+(`solver/simplex.py`). Time and work limits are in `params.py` and `variant_params.py`.
 """

@@ -28,10 +28,10 @@ from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact.model.milp import Outcome
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.params import DEFAULTS, CheckmateParams
-from coop_plan.planner.exact.primal.packing import place_or_pack
 from coop_plan.planner.exact.primal.schedule_builder import ScheduleBuilder
 from coop_plan.planner.exact.solver.process import SolverProcess, require
 from coop_plan.planner.method import Request, Solution
+from coop_plan.planner.placement.layout import lay_out
 from coop_plan.schemas import InvalidInputError
 
 
@@ -230,8 +230,8 @@ def solve_checkmate(
         for allowance in (0.0,) if integral else params.allowances:
             capacity = int(program.problem.rounded(request.arena_bytes) * (1 - allowance))
             schedule = _solve(process, program, capacity, request, integral, solver)
-            placed = place_or_pack(process, schedule, request.arena_bytes, request.deadline)
-            if placed is not None:
+            placed = lay_out(schedule, request.arena_bytes).placed
+            if placed.arena_bytes <= request.arena_bytes:
                 return Solution(program.versions.placed_to_original(placed))
     raise DoesNotFitError(largest_working_set(problem).op)
 

@@ -25,10 +25,10 @@ from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.core.ssa import SsaForm
 from coop_plan.planner.exact.model.milp import INFINITY, Milp, Outcome, Terms
 from coop_plan.planner.exact.model.program import Program
-from coop_plan.planner.exact.primal.packing import place_or_pack
 from coop_plan.planner.exact.solver.process import SolverProcess
 from coop_plan.planner.exact.variant_params import MONET, MonetParams
 from coop_plan.planner.method import Request, Solution
+from coop_plan.planner.placement.layout import lay_out
 from coop_plan.schemas import InvalidInputError
 
 
@@ -206,21 +206,19 @@ def solve_monet(problem: Problem, request: Request, params: MonetParams = MONET)
     model = MonetModel(program, capacity)
     with SolverProcess() as process:
         answer = process.solve(model.milp, request.deadline)
-        if answer.outcome is Outcome.INFEASIBLE:
-            raise infeasible
-        values = answer.values
-        if values is None:
-            raise TimeLimitError("time limit reached before monet found any plan")
-        runs = [
-            v
-            for t in range(program.n)
-            for op in (*_rerunnable(program, t), t)
-            for v in program.choices[op]
-            if values[model.delta[t, v]] > 0.5
-        ]
-        placed = place_or_pack(
-            process, Schedule.of(problem, runs), request.arena_bytes, request.deadline
-        )
-    if placed is None:
+    if answer.outcome is Outcome.INFEASIBLE:
+        raise infeasible
+    values = answer.values
+    if values is None:
+        raise TimeLimitError("time limit reached before monet found any plan")
+    runs = [
+        v
+        for t in range(program.n)
+        for op in (*_rerunnable(program, t), t)
+        for v in program.choices[op]
+        if values[model.delta[t, v]] > 0.5
+    ]
+    placed = lay_out(Schedule.of(problem, runs), request.arena_bytes).placed
+    if placed.arena_bytes > request.arena_bytes:
         raise infeasible
     return Solution(placed)

@@ -24,13 +24,12 @@ from coop_plan.planner.exact.incumbent import Incumbent
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams
 from coop_plan.planner.exact.primal.guided_replan import GuidedReplan
-from coop_plan.planner.exact.primal.intervals import schedule_intervals
-from coop_plan.planner.exact.primal.packing import place_or_pack
 from coop_plan.planner.exact.primal.readout import Readout
 from coop_plan.planner.exact.refine import Refinement
 from coop_plan.planner.exact.solver.process import SolverProcess, require
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
 from coop_plan.planner.method import Request, Solution
+from coop_plan.planner.placement.layout import lay_out
 
 
 class _OptimalSolve:
@@ -85,7 +84,7 @@ class _OptimalSolve:
             self.incumbent.prove(self.bounding.proved(self.deadline))
 
     def run(self) -> None:
-        """Refine at the full capacity, then at smaller ones, then solve the joint model."""
+        """Refine at the full capacity, then at smaller ones."""
         program, incumbent = self.program, self.incumbent
         capacity = program.problem.rounded(self.request.arena_bytes)
         bounding = None if self.request.any_schedule else self.bounding
@@ -112,29 +111,14 @@ class _OptimalSolve:
             rounds.tighten()
             rounds.final = True
             self._iterate(rounds)
-        if not self.finished() and program.n <= self.params.search.joint_ops:
-            self._solve_jointly(capacity)
 
     def _finish_with_transfers(self) -> None:
         """Leave the remaining time to coop-offline, the only source of plans with transfers."""
         if self.finished():
             return
         params, left = self.params.search, self.deadline - time.monotonic()
-        small = self.program.n <= params.joint_ops and self.incumbent.solution is not None
-        self._improve_offline(
-            min(1.0, params.joint_seconds / left) if small else 1.0, self.finished
-        )
-
-    def _solve_jointly(self, capacity: int) -> None:
-        until = self.deadline
-        if self.incumbent.solution is not None:
-            until = min(until, time.monotonic() + self.params.search.joint_seconds)
-        copies = self.params.search.joint_copies
-        _, schedule = schedule_intervals(
-            self.process, self.program, capacity, until, copies=copies, joint=True
-        )
-        if schedule is not None:
-            self._place_readout(Readout(schedule, []))
+        tiny = self.program.n <= params.tiny_linked_ops and self.incumbent.solution is not None
+        self._improve_offline(min(1.0, params.tiny_seconds / left) if tiny else 1.0, self.finished)
 
     def _solve_smaller_arenas(self, rounds: Refinement) -> None:
         """Refine at smaller capacities until a schedule has a layout."""
@@ -196,9 +180,8 @@ class _OptimalSolve:
             return True
         arena = self.request.arena_bytes
         if not readout.overflows:
-            packing = self.params.packing
-            placed = place_or_pack(self.process, schedule, arena, self.deadline, packing)
-            if placed is not None:
+            placed = lay_out(schedule, arena).placed
+            if placed.arena_bytes <= arena:
                 self._offer(placed)
                 return True
         restored = self.program.versions.to_original(schedule)

@@ -58,16 +58,10 @@ class SearchParams(Params):
     Gap (cost / bound - 1) to which models of smaller budgets are solved, and below which none are.
     """
 
-    joint_ops: Size = 20
-    """Up to this many ops eviction and layout are solved as one model, if both in turn fail."""
-
-    joint_copies: Count = 3
-    """Runs that an op may have in the joint model, its first run included."""
-
-    joint_seconds: Seconds = 2.0
-    """Time for improving a plan by the joint model, s; without a plan it has all the time left. The
-    joint model has no transfers: with a host link this time goes to coop-offline.
-    """
+    tiny_linked_ops: Size = 20
+    """With transfers, up to this many ops a plan is improved for `tiny_seconds` only."""
+    tiny_seconds: Seconds = 2.0
+    """Time for that, s."""
 
     def least_seconds(self, ops: int) -> float:
         """Time (s) in which a model of so many ops may be solved."""
@@ -254,17 +248,6 @@ class BoundingParams(Params):
 
 
 @dataclass(frozen=True)
-class PackingParams(Params):
-    """Layouts by constraint programming (see `planner.exact.primal.packing`)."""
-
-    seconds: Seconds = 5.0
-    """Time limit for the layout of one schedule, s."""
-
-    max_blocks: Size = 1500
-    """Maximum number of blocks for which the model is built."""
-
-
-@dataclass(frozen=True)
 class SolverParams(Params):
     """Solver processes (see `planner.exact.solver.process`)."""
 
@@ -303,7 +286,6 @@ class ExactParams:
     lns: LnsParams = LnsParams()
     guided_replan: GuidedReplanParams = GuidedReplanParams()
     bounding: BoundingParams = BoundingParams()
-    packing: PackingParams = PackingParams()
     solver: SolverParams = SolverParams()
     checkmate: CheckmateParams = CheckmateParams()
 

@@ -19,13 +19,9 @@ from coop_plan.planner.exact.model.milp import INFINITY, Answer, Milp, Outcome, 
 from coop_plan.planner.exact.params import DEFAULTS, SolverParams
 from coop_plan.planner.exact.solver.jobs import (
     Failure,
-    IntervalSchedule,
     Job,
-    PackBlocks,
-    Packing,
     PulpAnswer,
     RelaxMilp,
-    ScheduleIntervals,
     SolveMilp,
     SolveProgress,
     SolvePulp,
@@ -167,14 +163,6 @@ class SolverProcess(Child):
     def solve_pulp(self, problem: dict[str, Any], deadline: float, solver: str) -> PulpAnswer:
         """See `SolvePulp`."""
         return self._ask(SolvePulp(problem, solver), deadline, PulpAnswer(Outcome.UNKNOWN, None))
-
-    def schedule(self, job: ScheduleIntervals, deadline: float) -> IntervalSchedule:
-        """See `ScheduleIntervals`."""
-        return self._ask(job, deadline, IntervalSchedule(Outcome.UNKNOWN, None))
-
-    def pack(self, job: PackBlocks, deadline: float) -> list[int] | None:
-        """See `PackBlocks`; None if no offsets were found in time."""
-        return self._ask(job, deadline, Packing(None)).offsets
 
     def _ask(self, job: Job, deadline: float, default: A) -> A:
         """The result of a job, which has the type of `default`."""

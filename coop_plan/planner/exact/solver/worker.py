@@ -18,9 +18,7 @@ from coop_plan.planner.exact.solver.jobs import (
     Failure,
     Job,
     JobAnswer,
-    PackBlocks,
     RelaxMilp,
-    ScheduleIntervals,
     SolveMilp,
     SolvePulp,
 )
@@ -45,14 +43,6 @@ def answer(job: Job, seconds: float, send: Callable[[object], None]) -> JobAnswe
             from coop_plan.planner.exact.solver.pdlp import Relaxations
 
             return Relaxations().solve(job, seconds)
-        case PackBlocks():
-            from coop_plan.planner.exact.solver.cp_sat import pack_blocks
-
-            return pack_blocks(job, seconds)
-        case ScheduleIntervals():
-            from coop_plan.planner.exact.solver.cp_sat import solve_intervals
-
-            return solve_intervals(job, seconds)
 
 
 def connect(memory: int) -> Callable[[object], None]:

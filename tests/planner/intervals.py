@@ -1,74 +1,121 @@
-"""CP-SAT in the solver process: layouts (NoOverlap2D), and schedules by retention intervals.
+"""An oracle for small graphs: the cheapest schedule by retention intervals in CP-SAT.
 
-The second is the model of Bartan et al., Moccasin, ICML 2023; `planner.exact.primal.intervals`
-lists the differences.
+After Bartan et al., Moccasin, ICML 2023. Every op may run up to C times, at free times. Its outputs
+are retained for an interval after each run, and the intervals fit the capacity. Recomputes have no
+imposed order, so with enough copies this is exact for schedules with first runs in program order.
+With `joint`, every interval also has an address (NoOverlap2D): eviction and layout are decided as
+one.
+
+A version that an op overwrites in the arena ends with the run (see `planner.core.ssa`).
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from ortools.sat.python import cp_model
 
+from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact.model.milp import Outcome
-from coop_plan.planner.exact.solver.jobs import (
-    IntervalSchedule,
-    PackBlocks,
-    Packing,
-    ScheduleIntervals,
-)
+from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.primal.schedule_builder import ScheduleBuilder
 
 INTEGER_COSTS = 10**9
 """Sum of all op costs, scaled to CP-SAT's integers."""
 
 
-def pack_blocks(job: PackBlocks, seconds: float) -> Packing:
-    """Offsets at which no two blocks overlap in time and address, or None."""
-    model = cp_model.CpModel()
-    times, addresses, offsets = [], [], []
-    for first, last, height in zip(job.first, job.last, job.height, strict=True):
-        offset = model.new_int_var(0, max(0, job.capacity - height), "")
-        offsets.append(offset)
-        if height and last > first:
-            times.append(model.new_fixed_size_interval_var(first, last - first, ""))
-            addresses.append(model.new_fixed_size_interval_var(offset, height, ""))
-    model.add_no_overlap_2d(times, addresses)
-    for a, b in job.same_offset:
-        model.add(offsets[a] == offsets[b])
-    solver = _solver(seconds)
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Packing(None)
-    return Packing([solver.value(offset) for offset in offsets])
+def schedule_intervals(
+    program: Program, capacity: int, seconds: float, *, copies: int = 3, joint: bool = False
+) -> tuple[Outcome, Schedule | None]:
+    """The cheapest schedule within `capacity` bytes, without addresses, and the solver's outcome.
 
-
-def solve_intervals(job: ScheduleIntervals, seconds: float) -> IntervalSchedule:
-    """The ops of the cheapest schedule found, in the order of their runs."""
-    model = IntervalModel(job)
-    solver = _solver(seconds)
-    status = solver.solve(model.model)
-    if status == cp_model.INFEASIBLE:
-        return IntervalSchedule(Outcome.INFEASIBLE, None)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return IntervalSchedule(Outcome.UNKNOWN, None)
-    outcome = Outcome.OPTIMAL if status == cp_model.OPTIMAL else Outcome.FEASIBLE
-    return IntervalSchedule(outcome, model.read(solver))
-
-
-def _solver(seconds: float) -> cp_model.CpSolver:
+    `copies` is the number of runs an op may have. With `joint` a layout exists, if in-place pairs
+    are used as in the model.
+    """
+    problem = program.problem
+    unit = problem.alignment
+    model = IntervalModel(
+        Job(
+            capacity=capacity // unit,
+            joint=joint,
+            copies=[1 if program.runs_once(op) else copies for op in range(program.n)],
+            reads=program.reads[: program.n],
+            makes=program.makes[: program.n],
+            inplace_pairs=problem.inplace,
+            overwritten=[[read for _, read in pairs] for pairs in program.overwrites],
+            step_outputs=program.read_by_all[program.n],
+            until=program.until[: program.n],
+            cost=problem.cost,
+            workspace=[need // unit for need in problem.workspace],
+            size=[size // unit for size in problem.size],
+            rerun_outputs=[[t for t in made if problem.outside[t]] for made in problem.op_outputs],
+        )
+    )
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 1
-    return solver
+    status = solver.solve(model.model)
+    if status == cp_model.INFEASIBLE:
+        return Outcome.INFEASIBLE, None
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Outcome.UNKNOWN, None
+    outcome = Outcome.OPTIMAL if status == cp_model.OPTIMAL else Outcome.FEASIBLE
+    return outcome, in_order(program, model.read(solver))
+
+
+def in_order(program: Program, ops: list[int]) -> Schedule:
+    """The schedule that runs `ops` in this order and evicts each tensor after its last read."""
+    kept: list[set[int]] = []
+    needed = set(program.read_by_all[program.n])
+    for op in reversed(ops):
+        kept.append(set(needed))
+        needed -= set(program.makes[op])
+        needed |= set(program.reads[op])
+    built = ScheduleBuilder(program)
+    position = -1
+    for op, after in zip(ops, reversed(kept), strict=True):
+        position = max(position, op)
+        built.run(op, position)
+        built.retain(after)
+    return built.schedule()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program's numbers for the model.
+
+    By op: `copies` (maximum runs), the tensors it `reads` and `makes`, `inplace_pairs` (output,
+    input), the inputs that its runs end (`overwritten`), `until` (the last position before which it
+    can be recomputed), `cost` (µs), `workspace`, and `rerun_outputs`, which only a recompute makes
+    in the arena. `size` is by tensor; `step_outputs` are read at the end of the step. Sizes and
+    capacity are in one unit. With `joint` every interval has an address, too.
+    """
+
+    capacity: int
+    joint: bool
+    copies: list[int]
+    reads: Sequence[Sequence[int]]
+    makes: Sequence[Sequence[int]]
+    inplace_pairs: Sequence[Sequence[tuple[int, int]]]
+    overwritten: Sequence[Sequence[int]]
+    step_outputs: Sequence[int]
+    until: list[int]
+    cost: Sequence[float]
+    workspace: list[int]
+    size: list[int]
+    rerun_outputs: list[list[int]]
 
 
 class IntervalModel:
-    """CP-SAT model of retention intervals; all sizes are in one unit.
+    """CP-SAT model of retention intervals; all sizes are in units of the alignment.
 
     Copy c of op v runs at start[v, c] if active[v, c]; copy 0 is the first run. Its output d is
     retained at offset[d, c] until end[d, c] (exclusive). Minimise Σ cost[v] · active[v, c] over c >
     0.
     """
 
-    def __init__(self, job: ScheduleIntervals) -> None:
+    def __init__(self, job: Job) -> None:
         self.job = job
         self.model = cp_model.CpModel()
         self.n = len(job.copies)
