@@ -21,9 +21,9 @@ from coop_plan.planner.importers.buffers_csv import read_buffers
 from coop_plan.planner.placement import place
 from coop_plan.planner.placement.bound import lower_bound
 from coop_plan.planner.placement.first_fit import first_fit
+from coop_plan.planner.placement.greedy import FIRST_FIT_MOST, ORDERS
 from coop_plan.planner.placement.instance import Instance, build
 from coop_plan.planner.placement.keys import order_by, sort_keys
-from coop_plan.planner.placement.params import DEFAULTS
 from coop_plan.planner.placement.skyline import skyline
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "allocation"
@@ -99,9 +99,7 @@ def instances(folder: Path, large: bool) -> Iterator[tuple[str, Lifetimes, int |
 def best_of(pack: Callable[[Instance, Ints], Ints], instance: Instance) -> int:
     """The lowest peak over the portfolio's plain orders."""
     keys = sort_keys(instance.first, instance.last, instance.height, instance.sections)
-    return min(
-        instance.peak(pack(instance, order_by(name, keys))) for name in DEFAULTS.greedy.orders
-    )
+    return min(instance.peak(pack(instance, order_by(name, keys))) for name in ORDERS)
 
 
 def measure(name: str, buffers: Lifetimes, capacity: int | None, limit: float) -> Iterator[Row]:
@@ -117,7 +115,7 @@ def measure(name: str, buffers: Lifetimes, capacity: int | None, limit: float) -
         return Row(name, count, algorithm, within, fits, peak, bound, ratio, peak <= bound, seconds)
 
     for algorithm, pack in (("first-fit", first_fit), ("skyline", skyline)):
-        if algorithm == "first-fit" and count > DEFAULTS.greedy.first_fit_most:
+        if algorithm == "first-fit" and count > FIRST_FIT_MOST:
             continue
         began = time.process_time()
         peak = best_of(pack, instance)

@@ -174,7 +174,7 @@ def leave_one_out(graphs: dict[str, tuple[Graph, int]], args: argparse.Namespace
     def overheads(name: str, rules: tuple[Rule, ...]) -> list[float]:
         graph, peak = graphs[name]
         problem = Problem.from_graph(graph, args.alignment, args.outputs, host_budget=0)
-        params = replace(DEFAULTS, portfolio=replace(DEFAULTS.portfolio, rules=rules))
+        params = replace(DEFAULTS, rules=rules)
         found = []
         for share in shares:
             request = Request(int(share * peak) - problem.fixed_bytes)
@@ -185,7 +185,7 @@ def leave_one_out(graphs: dict[str, tuple[Graph, int]], args: argparse.Namespace
             found.append(cost / problem.base_cost_us - 1)
         return found
 
-    rules = DEFAULTS.portfolio.rules
+    rules = DEFAULTS.rules
     single = {name: {rule: overheads(name, (rule,)) for rule in rules} for name in graphs}
     lines = []
     for name in graphs:

@@ -7,7 +7,7 @@ from coop_plan.planner.exact import optimal
 from coop_plan.planner.exact.solver.process import SolverProcess
 from coop_plan.planner.heuristic import coop_offline, hill_climb
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
-from coop_plan.planner.heuristic.params import CoopOfflineParams, HillClimbParams
+from coop_plan.planner.heuristic.params import CoopOfflineParams
 from coop_plan.planner.search.compute import annealing
 
 
@@ -47,7 +47,7 @@ def process():
 @pytest.fixture(scope="module")
 def short_climb():
     """Few hill-climbing steps in coop-offline, with which every exact plan starts."""
-    short = CoopOfflineParams(hill_climb=HillClimbParams(simulated_ops=1000))
+    short = CoopOfflineParams(climb_ops=1000)
     with pytest.MonkeyPatch.context() as patch:
         for module in (optimal, coop_offline):
             patch.setattr(module, "CoopOffline", lambda p, r, *_: CoopOffline(p, r, short))

@@ -16,7 +16,6 @@ from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.method import Request
 from coop_plan.planner.online import columns as c
 from coop_plan.planner.online import neighbours, simulator, space, state, window
-from coop_plan.planner.online.params import DEFAULTS
 from coop_plan.planner.online.run import simulate_arena
 from tests.support import make_graph
 
@@ -117,7 +116,7 @@ class Memory:
         problem = Problem.from_graph(make_graph(tensors, ops), 1)
         sizes = [block.size if isinstance(block, Block) else block for block in layout]
         how = {"partition": False, "dependents": dependents}
-        s = state.empty_arena(problem, sum(sizes), MANY_EVENTS, DEFAULTS, **how)
+        s = state.empty_arena(problem, sum(sizes), MANY_EVENTS, **how)
         self.arrays, self.s = to_arrays(problem), s
         owners = [number[b.name] if isinstance(b, Block) else c.FREE for b in layout]
         starts = np.cumsum([0, *sizes])[:-1]
@@ -245,7 +244,7 @@ class Step:
     def closure_pins(self, goal, live):
         """The pins of each tensor, by name, when op `goal` is at hand and `live` are there."""
         problem = self.problem()
-        s = state.empty_arena(problem, 1, MANY_EVENTS, DEFAULTS, partition=False)
+        s = state.empty_arena(problem, 1, MANY_EVENTS, partition=False)
         for name in live:
             s.tensor[c.LIVE, self.ids[name]] = 1
         _pin(to_arrays(problem), s, goal)
@@ -255,7 +254,7 @@ class Step:
     def expensive(self):
         """The names of what is allocated from the right end."""
         problem = self.problem()
-        arena = state.empty_arena(problem, 1, MANY_EVENTS, DEFAULTS, partition=True)
+        arena = state.empty_arena(problem, 1, MANY_EVENTS, partition=True)
         right = arena.op[c.FROM_RIGHT]
         return "".join(self.name(problem.op_outputs[op][0]) for op in np.flatnonzero(right))
 

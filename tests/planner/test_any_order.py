@@ -16,7 +16,7 @@ from coop_plan.planner.exact.dual.any_order import AnyOrderBounding
 from coop_plan.planner.exact.model.point_selection import Ancestry, Chains, ops_over_capacity
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.optimal import solve_optimal
-from coop_plan.planner.exact.params import DEFAULTS
+from coop_plan.planner.exact.params import ExactParams
 from coop_plan.planner.heuristic.coop_offline import in_any_order, solve_coop_offline
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.registry import Request
@@ -103,7 +103,7 @@ def test_it_proves_a_plan_that_no_plan_in_program_order_reaches(layers):
 def test_auto_ends_with_the_proof_of_such_a_plan():
     problem = Problem.from_graph(gpt(2), outputs="arena", host_budget=0)
     arena = int(0.8 * keep_all_schedule(problem).live_bytes().max())
-    params = replace(DEFAULTS, search=replace(DEFAULTS.search, reorder_seconds=60.0))
+    params = ExactParams(reorder_seconds=60.0)
     made = solve_auto(problem, Request(arena, deadline=time.monotonic() + 90), params)
     assert (made.status, made.bound_model) == ("optimal", "any")
 
@@ -121,8 +121,7 @@ def test_a_time_too_short_for_a_model_is_coop_offlines(monkeypatch):
 
     monkeypatch.setattr(auto, "solve_optimal", None)
     monkeypatch.setattr(auto, "solve_coop_offline", asked)
-    search = replace(DEFAULTS.search, seconds_per_op=61 / problem.op_count)
-    made = solve_auto(problem, request, replace(DEFAULTS, search=search))
+    made = solve_auto(problem, request, ExactParams(seconds_per_op=61 / problem.op_count))
     assert requests == [request]
     assert made.placed.arena_bytes <= arena
     assert (made.status, made.lower_bound_us) == ("feasible", problem.floor_us)

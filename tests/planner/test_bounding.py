@@ -1,7 +1,6 @@
 """Bounds from relaxations in the background, and the repeated blocks that they learn from."""
 
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +22,7 @@ from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.separation import RelaxedSolution, most_violated
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.optimal import solve_optimal
-from coop_plan.planner.exact.params import DEFAULTS, BoundingParams, RefinementParams
+from coop_plan.planner.exact.params import DEFAULTS, ExactParams
 from coop_plan.planner.exact.solver.pdlp import lagrangian_bound
 from coop_plan.planner.exact.solver.process import SolverError, SolverProcess
 from coop_plan.planner.registry import Request
@@ -70,23 +69,17 @@ def test_cuts_are_violated_by_what_they_are_ranked_by(program, seed):
     chosen = sorted({*random.choice(program.n, 8).tolist(), program.n})
     model = TimePointModel(program, 1 << 30, chosen, ())
     values = random.random(len(model.milp.lower)) ** random.integers(1, 9)
-    short, params = [], DEFAULTS.path_cuts
+    short, least = [], DEFAULTS.min_violation
     for low, start in enumerate(chosen[:-2]):
-        amounts, cuts, tensors = most_violated(
-            RelaxedSolution.of(model, values),
-            low,
-            params.min_violation,
-            params.cuts_per_interval,
-            params.cuts_per_op,
-        )
+        amounts, cuts, tensors = most_violated(RelaxedSolution.of(model, values), low, least)
         for amount, (high, first, begin), (_, _, end) in zip(amounts, cuts, cuts[1:], strict=False):
             at = None if first else chosen[high]
             path = paths.Path(start, chosen[high], at, tuple(tensors[begin:end].tolist()))
-            assert amount > params.min_violation
+            assert amount > least
             assert amount == pytest.approx(-paths._slack(model, path, values))
             short.append(amount)
-    chosen_ones = paths._violated(model, values, (), INFINITY, params)
-    worst = sorted(short, reverse=True)[: params.cuts_per_round]
+    chosen_ones = paths._violated(model, values, (), INFINITY, least)
+    worst = sorted(short, reverse=True)[: paths.MAX_CUTS]
     assert [-paths._slack(model, path, values) for path in chosen_ones] == pytest.approx(worst)
 
 
@@ -99,7 +92,7 @@ def test_no_bound_exceeds_the_optimum(graph, outputs, share, alignment):
     assume(best is not None)
     reported = []
     program = Program.of(problem)
-    params = replace(DEFAULTS, bounding=BoundingParams(min_block_share=0.1, first_spread=1))
+    params = ExactParams(min_block_share=0.1, first_spread=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(repeated_blocks, "MIN_COPIES", 2)
         Bounding(program, program.problem.rounded(arena), set(), reported.append, params).run()
@@ -181,7 +174,7 @@ def test_hard_models_are_bounded_beside_or_before_the_search(
         begin(self, *arguments)
 
     monkeypatch.setattr(BoundingProcess, "begin", spy)
-    hard = replace(DEFAULTS, refinement=RefinementParams(easy_share=0.0, easy_seconds=0.0))
+    hard = ExactParams(easy_share=0.0, easy_seconds=0.0)
     problem = program.problem
     found = solve_optimal(problem, Request(capacity, deadline=time.monotonic() + 12), hard)
     assert begun

@@ -21,6 +21,7 @@ from coop_plan.planner.method import Request
 from coop_plan.planner.online.methods import run_coop
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.planning import verified_plan
+from coop_plan.planner.search.compute.annealing import fixed_length
 from coop_plan.schemas import load_graph
 from tests.strategies import graphs
 from tests.support import make_graph
@@ -217,14 +218,16 @@ def test_real_traces_reach_the_prototypes_figures(name):
 @given(events=st.integers(1, 400_000), divisor=st.integers(1, 6))
 def test_the_annealing_takes_at_most_half_as_long_again_an_op_as_at_ten_thousand(events, divisor):
     """A step takes the square root of the events; from some 1 000 on time an event is limited."""
-    params = DEFAULTS.sequence_annealing
+
+    def length(events, divisor=1):
+        return fixed_length(events, DEFAULTS.annealing_effort, divisor)
 
     def time_per_event(events):
-        return params.fixed_length(events)[0] / events**0.5
+        return length(events)[0] / events**0.5
 
-    steps, temperature = params.fixed_length(events, divisor)
-    assert 1 <= steps <= params.fixed_length(events)[0]
-    assert temperature <= params.fixed_length(events)[1] <= params.fixed_temperature
+    steps, temperature = length(events, divisor)
+    assert 1 <= steps <= length(events)[0]
+    assert temperature <= length(events)[1] <= 0.4
     if events >= 1000:
         assert time_per_event(events) <= 1.5 * time_per_event(10_000)
 

@@ -4,7 +4,6 @@ import math
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
@@ -14,18 +13,12 @@ from coop_plan.planner import InfeasibleBudgetError, Problem, find_faults, plan
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.exact.checkmate import CheckmateModel, solve_checkmate
+from coop_plan.planner.exact.checkmate import MAX_VARIABLES, CheckmateModel, solve_checkmate
 from coop_plan.planner.exact.model import paths
 from coop_plan.planner.exact.model.milp import Milp, Outcome
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.optimal import solve_optimal
-from coop_plan.planner.exact.params import (
-    DEFAULTS,
-    PathCutParams,
-    RefinementParams,
-    RoundShares,
-    SearchParams,
-)
+from coop_plan.planner.exact.params import ExactParams
 from coop_plan.planner.exact.solver.process import Child, SolverError, SolverProcess, require
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.registry import Request
@@ -100,19 +93,17 @@ def test_path_cuts_agree_with_exhaustive_search(graph, outputs, share, alignment
     best = cheapest(problem, arena)
     reported = []
     request = Request(arena, deadline=time.monotonic() + SECONDS, progress=reported.append)
-    hard = RefinementParams(
+    hard = ExactParams(
         easy_share=0.0,
         easy_seconds=0.0,
         first_points=6,
         wide_gap=math.inf,  # bounds in the background: test_bounding.py
+        min_violation=-1.0,  # every cut, tight or not
     )
-    every_cut = PathCutParams(min_violation=-1.0)  # tight or not
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paths, "_slack", lambda *_: -2.0)
         try:
-            solution = solve_optimal(
-                problem, request, replace(DEFAULTS, refinement=hard, path_cuts=every_cut)
-            )
+            solution = solve_optimal(problem, request, hard)
         except DoesNotFitError:
             return
     assert not any("discarded" in progress.message for progress in reported)
@@ -341,8 +332,7 @@ def test_progress_reports_plan_bound_and_gap():
 def test_too_many_variables_are_refused_at_once(monkeypatch):
     """Checkmate names the number of its variables instead of building and solving them."""
     monkeypatch.setattr(CheckmateModel, "__post_init__", None)
-    most = DEFAULTS.checkmate.max_variables
-    with pytest.raises(InvalidInputError, match=f"variables on this graph.*{most}"):
+    with pytest.raises(InvalidInputError, match=f"variables on this graph.*{MAX_VARIABLES}"):
         plan(chain(200), "50%", method="checkmate", alignment=1)
 
 
@@ -427,18 +417,16 @@ def test_the_worker_starts_without_what_it_does_not_need():
 
 
 @pytest.mark.parametrize(
-    ("group", "fields"),
+    ("field", "bad"),
     [
-        (SearchParams, {"offline_share": 1.1}),
-        (SearchParams, {"default_seconds": -1.0}),
-        (SearchParams, {"shrunk_arenas": ()}),
-        (SearchParams, {"shrunk_arenas": (0.9, math.nan)}),
-        (RefinementParams, {"first_points": 0}),
-        (RoundShares, {"cuts": 0.5, "solve": -0.1, "lns": 0.5}),
-        (PathCutParams, {"precision": ((0.1, 0.1), (0.1, 2.0))}),
+        ("easy_share", 1.1),
+        ("easy_share", math.nan),
+        ("default_seconds", -1.0),
+        ("first_points", 0),
+        ("min_violation", 2.0),
     ],
 )
-def test_parameters_out_of_range_are_refused(group, fields):
-    """By name, also inside of tuples."""
-    with pytest.raises(ValueError, match=rf"{group.__name__}\.(?:{'|'.join(fields)}) is"):
-        group(**fields)
+def test_parameters_out_of_range_are_refused(field, bad):
+    """By name."""
+    with pytest.raises(ValueError, match=rf"ExactParams\.{field} is"):
+        ExactParams(**{field: bad})

@@ -42,8 +42,7 @@ def after(times):
 
 
 def test_plans_get_cheaper_and_fit(problem, request_):
-    at_once = replace(DEFAULTS.sequence_annealing, max_fixed_effort=1e-9)
-    method = CoopOffline(problem, request_, replace(DEFAULTS, sequence_annealing=at_once))
+    method = CoopOffline(problem, request_, replace(DEFAULTS, annealing_effort=1e-9))
     method.begin()
     before = method.solution().placed.cost_us
     method.improve(time.monotonic() + FAR, after(125))

@@ -1,7 +1,6 @@
 """Bounds of programs with variants, and transfers or overwritten tensors, against enumeration."""
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -13,7 +12,7 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.exact.dual.bounding import Bounding
 from coop_plan.planner.exact.model.milp import Outcome
 from coop_plan.planner.exact.model.program import Program
-from coop_plan.planner.exact.params import DEFAULTS, BoundingParams
+from coop_plan.planner.exact.params import ExactParams
 from coop_plan.planner.keep_all import keep_all_schedule
 from tests.planner.brute_force_swap import TooManyStatesError, shortest
 from tests.planner.models import relaxations
@@ -57,7 +56,7 @@ def test_no_schedule_is_cheaper_than_the_program_says(
     for answer, bound in relaxations(process, problem, arena, chosen, variants=True):
         assert answer.outcome is Outcome.OPTIMAL
         assert bound <= best * (1 + 1e-6) + 1e-6
-    reported, params = [0.0], replace(DEFAULTS, bounding=BoundingParams(first_spread=1))
+    reported, params = [0.0], ExactParams(first_spread=1)
     program = Program.of(problem, variants=True)
     Bounding(program, problem.rounded(arena), set(), reported.append, params).run()
     assert max(reported) <= best * (1 + 1e-6) + 1e-6

@@ -7,7 +7,6 @@ union-find, their sums merged on eviction and reduced, without splitting, on rec
 
 import pytest
 
-from coop_plan.planner.online.params import DEFAULTS
 from coop_plan.planner.online.state import empty_arena
 from tests.planner.memories import Block, Memory, Step
 
@@ -105,7 +104,7 @@ def test_coop_counts_what_a_tensor_is_made_from():
 
 def test_coop_counts_what_is_made_beside_a_tensor():
     step = Step().make("a").make("bc", "a").make("d", "b").make("e", "c")
-    arena = empty_arena(step.problem(), 1, 8, DEFAULTS, partition=False, dependents=False)
+    arena = empty_arena(step.problem(), 1, 8, partition=False, dependents=False)
     beside = [
         arena.near[arena.near_ptr[step.ids[name]] : arena.near_ptr[step.ids[name] + 1]]
         for name in "bcd"

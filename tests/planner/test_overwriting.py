@@ -3,7 +3,6 @@
 import math
 import time
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import assume, event, given, settings
@@ -20,7 +19,7 @@ from coop_plan.planner.exact.model.milp import Outcome
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.optimal import solve_optimal
-from coop_plan.planner.exact.params import DEFAULTS, BoundingParams
+from coop_plan.planner.exact.params import ExactParams
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.placement.layout import lay_out
 from coop_plan.planner.registry import Request
@@ -149,7 +148,7 @@ def test_no_schedule_is_cheaper_than_the_model_says(
     for answer, bound in relaxations(process, problem, arena, chosen):
         assert answer.outcome is Outcome.OPTIMAL
         assert bound <= best * (1 + 1e-6) + 1e-6
-    reported, params = [0.0], replace(DEFAULTS, bounding=BoundingParams(first_spread=1))
+    reported, params = [0.0], ExactParams(first_spread=1)
     Bounding(Program.of(problem), problem.rounded(arena), set(), reported.append, params).run()
     assert max(reported) <= best * (1 + 1e-6) + 1e-6
 

@@ -13,10 +13,9 @@ from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.inspect.link_report import unused_link_reason
 from coop_plan.planner.method import Request
 from coop_plan.planner.placement.layout import lay_out
-from coop_plan.planner.search.makespan.annealing import MakespanSearch, run_parallel
+from coop_plan.planner.search.makespan.annealing import MOVES, MakespanSearch, run_parallel
 from coop_plan.planner.search.makespan.columns import LOOK_AHEAD
 from coop_plan.planner.search.makespan.metropolis import evaluate_sequence, metropolis
-from coop_plan.planner.search.makespan.params import DEFAULTS
 from coop_plan.planner.search.makespan.sequence import (
     new_state,
     set_sequence,
@@ -95,7 +94,7 @@ def test_the_search_measures_what_the_schedule_costs_and_needs(graph, seed, shar
     problem = Problem.from_graph(graph, 1, outputs)
     assume(problem.op_count)
     program = to_closed_program(problem)
-    state = new_state(problem, program, 400, DEFAULTS.moves)
+    state = new_state(problem, program, 400, MOVES)
     set_sequence(state, np.arange(problem.op_count))
     everything = Schedule.of(problem, range(problem.op_count)).live_bytes().max(initial=0)
     arena = int(share * everything)
@@ -131,7 +130,7 @@ def test_cold_steps_make_nothing_dearer_or_too_large(graph, seed, share, speeds)
     problem = Problem.from_graph(linked(graph, *speeds, latency=0.5), 1, "arena")
     assume(problem.op_count)
     program = to_closed_program(problem)
-    state = new_state(problem, program, 400, DEFAULTS.moves)
+    state = new_state(problem, program, 400, MOVES)
     set_sequence(state, np.arange(problem.op_count))
     everything = Schedule.of(problem, range(problem.op_count)).live_bytes().max(initial=0)
     arena = int(share * everything)
@@ -234,7 +233,7 @@ def test_a_marker_gives_an_offload_and_a_prefetch():
     """It goes when the engine is free, leaves when that is over, comes back before it is read."""
     problem = Problem.from_graph(linked(pyramid(3), 10.0), 1)
     program = to_closed_program(problem)
-    state = new_state(problem, program, 400, DEFAULTS.moves)
+    state = new_state(problem, program, 400, MOVES)
     set_sequence(state, np.array([0, 1, 2, 3, 4, program.ops + 1, 5]))
     cost, over = evaluate_sequence(program, state, 1000, -1)
     assert (cost, over) == (problem.base_cost_us, 0)
@@ -246,7 +245,7 @@ def test_a_marker_gives_an_offload_and_a_prefetch():
 def test_compute_waits_for_bytes_that_are_leaving_only_where_there_is_no_other_room():
     problem = Problem.from_graph(linked(pyramid(6), 8.0), 1)
     program = to_closed_program(problem)
-    state = new_state(problem, program, 400, DEFAULTS.moves)
+    state = new_state(problem, program, 400, MOVES)
     n, m = problem.op_count, program.ops
     stalls = []
     for capacity in (800, 210):
@@ -269,7 +268,7 @@ def test_a_fetch_waits_where_it_fits_now_but_not_beside_what_comes_before_its_re
     ]
     problem = Problem.from_graph(linked(make_graph(tensors, ops), 4.0), 1)
     program = to_closed_program(problem)
-    state = new_state(problem, program, 400, DEFAULTS.moves)
+    state = new_state(problem, program, 400, MOVES)
     set_sequence(state, np.array([0, 1, 2, 3, program.ops, 4]))
     cost, over = evaluate_sequence(program, state, 24, -1)
     assert (cost, over > 0) == (10.0, True)

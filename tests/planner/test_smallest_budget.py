@@ -24,15 +24,14 @@ from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.lifetimes import PREFETCH, RUN
 from coop_plan.planner.core.memory_bounds import budget_lower_bound
 from coop_plan.planner.heuristic.eviction_run import Runner
-from coop_plan.planner.heuristic.params import DEFAULTS as DEFAULT_PARAMS
+from coop_plan.planner.heuristic.params import DEFAULTS
 from coop_plan.planner.heuristic.portfolio import FIRST_LAYOUT, Portfolio
 from coop_plan.planner.keep_all import keep_all_schedule, lay_out_everything
 from coop_plan.planner.method import Request
 from coop_plan.planner.placement.layout import fit, lay_out_host
-from coop_plan.planner.search.compute.annealing import SequenceAnnealing
-from coop_plan.planner.search.makespan.annealing import MakespanSearch
+from coop_plan.planner.search.compute.annealing import START_DIVISOR, SequenceAnnealing
+from coop_plan.planner.search.makespan.annealing import MOVES, MakespanSearch
 from coop_plan.planner.search.makespan.metropolis import evaluate_sequence
-from coop_plan.planner.search.makespan.params import DEFAULTS
 from coop_plan.planner.search.makespan.sequence import (
     new_state,
     set_sequence,
@@ -188,7 +187,7 @@ def test_the_annealing_from_a_schedule_of_many_runs_is_no_longer_than_that_of_a_
     assert found
     for runs_per_op, divisor in found:
         assert runs_per_op > 2
-        assert divisor >= DEFAULT_PARAMS.start_divisor * int(runs_per_op) ** 2
+        assert divisor >= START_DIVISOR * int(runs_per_op) ** 2
 
 
 def test_a_small_graph_meets_its_smallest_budget_without_a_start(requests):
@@ -210,7 +209,7 @@ def test_the_smallest_budget_of_a_small_graph_takes_few_probes(name, most, reque
     monkeypatch.setattr(SequenceAnnealing, "find_feasible", recorded)
     graph = gpt(2) if name == "gpt:2" else parse_name(name)
     made = plan(graph, "min")
-    assert repairs == {DEFAULT_PARAMS.tight_repairs}
+    assert repairs == {3}
     whole = {request.arena_bytes for request in requests if not request.any_schedule}
     probes = {request.arena_bytes for request in requests if request.any_schedule}
     assert len(whole) <= 1
@@ -261,7 +260,7 @@ def test_a_run_that_cannot_help_is_not_repeated(monkeypatch):
         runs.clear()
         Portfolio(problem, request).sweep()
         counts.append(len(runs))
-    rules = len(DEFAULT_PARAMS.portfolio.rules)
+    rules = len(DEFAULTS.rules)
     assert counts[1] < counts[0] / 2 and counts[1] >= rules  # the ranking runs each rule
 
 
@@ -274,10 +273,9 @@ def test_an_expensive_start_ends_no_dearer_than_runs_near_the_arena(count, room)
     known = task.smallest(lay_out_everything(problem).placed, at_any_cost=True).solution
     assume(len(known.placed.schedule) >= 2 * problem.op_count)
     arena = int(known.placed.arena_bytes * room)
-    portfolio, params = Portfolio(problem, Request(arena)), DEFAULT_PARAMS.portfolio
+    portfolio = Portfolio(problem, Request(arena))
     costs = [known.placed.cost_us]
-    for step in range(params.fine_steps):
-        budget = int(arena * params.fine_ratio ** (params.fine_steps_above - step))
+    for budget in portfolio.fine_budgets:
         for cost, _, run in portfolio.runs(budget, range(len(portfolio.settings))):
             blocks = run.blocks(portfolio.arrays)
             found = fit(blocks, problem.alignment, arena, work=0, params=FIRST_LAYOUT)
@@ -349,7 +347,7 @@ def test_a_sequence_repeats_the_runs_and_prefetches_of_its_schedule(linked):
     problem = Problem.from_graph(graph.model_copy({"device": Device(**rate)}), 8)
     info, kept = METHODS["coop-offline"], lay_out_everything(problem).placed
     made = info.solve(problem, Request(int(0.6 * kept.arena_bytes))).placed.schedule
-    state = new_state(problem, to_closed_program(problem), 400, DEFAULTS.moves)
+    state = new_state(problem, to_closed_program(problem), 400, MOVES)
     sequence = to_sequence(made)
     set_sequence(state, sequence)
     _, excess = evaluate_sequence(to_closed_program(problem), state, kept.arena_bytes, -1)

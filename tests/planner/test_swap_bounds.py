@@ -1,7 +1,6 @@
 """Bounds that contain transfers: against exhaustive search over event sequences."""
 
 import time
-from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -17,11 +16,11 @@ from coop_plan.planner.exact.model.milp import Outcome
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.optimal import solve_optimal
-from coop_plan.planner.exact.params import DEFAULTS, BoundingParams
+from coop_plan.planner.exact.params import ExactParams
 from coop_plan.planner.exact.solver.jobs import SolveMilp
 from coop_plan.planner.exact.solver.milp_solvers import solve_milp
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
-from coop_plan.planner.heuristic.params import CoopOfflineParams, HillClimbParams
+from coop_plan.planner.heuristic.params import CoopOfflineParams
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.registry import Request
 from tests.planner.brute_force import cheapest
@@ -75,7 +74,7 @@ def test_no_relaxation_with_path_cuts_exceeds_the_shortest(graph, host, outputs,
     problem, arena, best = drawn(graph, outputs, share, alignment, host)
     assume(best is not None)
     told = []
-    params = replace(DEFAULTS, bounding=BoundingParams(min_block_share=0.1, first_spread=1))
+    params = ExactParams(min_block_share=0.1, first_spread=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(repeated_blocks, "MIN_COPIES", 2)
         bounding = Bounding(Program.of(problem), problem.rounded(arena), set(), told.append, params)
@@ -92,7 +91,7 @@ def test_optimal_agrees_with_exhaustive_search(graph, host, outputs, share, alig
     proof is right, and the verifier's clock ends where the planner's does.
     """
     problem, arena, best = drawn(graph, outputs, share, alignment, host)
-    short = CoopOfflineParams(hill_climb=HillClimbParams(simulated_ops=1000))
+    short = CoopOfflineParams(climb_ops=1000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimal, "CoopOffline", lambda p, r, *_: CoopOffline(p, r, short))
         try:

@@ -31,5 +31,5 @@ With variants, the model has columns for the choice of each run. `variants.py` r
 
 A solver process (`solver/worker.py`) passes the typed jobs of `solver/jobs.py` to OR-Tools' MathOpt
 or PuLP (`solver/milp_solvers.py`), PDLP (`solver/pdlp.py`) or HiGHS's simplex
-(`solver/simplex.py`). Time and work limits are in `params.py` and `variant_params.py`.
+(`solver/simplex.py`).
 """

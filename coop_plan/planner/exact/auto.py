@@ -9,7 +9,7 @@ from coop_plan.planner.core.schedule import PlacedSchedule
 from coop_plan.planner.exact.dual.background import BoundingProcess
 from coop_plan.planner.exact.incumbent import Incumbent
 from coop_plan.planner.exact.model.program import Program
-from coop_plan.planner.exact.optimal import solve_optimal
+from coop_plan.planner.exact.optimal import TINY_OPS, heuristic_runs_to_end, solve_optimal
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams
 from coop_plan.planner.heuristic.coop_offline import in_any_order, solve_coop_offline
 from coop_plan.planner.keep_all import solve_keep_all
@@ -32,7 +32,9 @@ def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULT
         pass
     if "reorder" in request.off or request.any_schedule:
         return solve_optimal(problem, request, params)
-    if request.seconds_left < params.search.least_seconds(problem.op_count):
+    # The time in which a model of so many ops may be solved.
+    least_seconds = params.seconds_per_op * problem.op_count if problem.op_count > TINY_OPS else 0.0
+    if request.seconds_left < least_seconds:
         found = solve_coop_offline(problem, request)
         return Solution(found.placed, "feasible", problem.floor_us, "any")
     transfers = "transfers" in problem.beyond_recomputation
@@ -72,7 +74,7 @@ def _other_orders_first(
 ) -> tuple[Solution, PlacedSchedule | None]:
     """coop-offline in any order, whose search cannot start from `optimal`, then `optimal`."""
     other = None
-    if params.search.heuristic_runs_to_end(problem.op_count, request.seconds_left):
+    if heuristic_runs_to_end(problem.op_count, request.seconds_left):
         bound.begin()
         other = in_any_order(problem, request)
         bound.bound_us()
@@ -92,11 +94,11 @@ def _program_order_first(
     begin = time.monotonic()
     deadline = request.deadline
     if deadline is None:
-        deadline = begin + params.search.default_seconds
-    until = begin + (1 - params.search.reorder_share) * (deadline - begin)
+        deadline = begin + params.default_seconds
+    until = begin + 0.8 * (deadline - begin)
     found = solve_optimal(problem, replace(request, deadline=until), params)
     now = time.monotonic()
-    seconds = max(now - begin, params.search.reorder_seconds)
+    seconds = max(now - begin, params.reorder_seconds)
     rest = replace(request, deadline=min(deadline, now + seconds))
     bound.begin()
     sequence, cost_us = found.placed.schedule.what, found.placed.cost_us

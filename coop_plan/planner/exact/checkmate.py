@@ -27,7 +27,6 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact.model.milp import Outcome
 from coop_plan.planner.exact.model.program import Program
-from coop_plan.planner.exact.params import DEFAULTS, CheckmateParams
 from coop_plan.planner.exact.primal.schedule_builder import ScheduleBuilder
 from coop_plan.planner.exact.solver.process import SolverProcess, require
 from coop_plan.planner.method import Request, Solution
@@ -196,16 +195,20 @@ class CheckmateModel:
         )
 
 
-def solve_checkmate(
-    problem: Problem, request: Request, params: CheckmateParams = DEFAULTS.checkmate
-) -> Solution:
+MAX_VARIABLES = 50_000
+"""Programs with more variables are rejected; CBC solves about 10 000 in a minute."""
+
+DEFAULT_SECONDS = 3600.0
+"""Time limit of a request that sets none, s (the paper's)."""
+
+
+def solve_checkmate(problem: Problem, request: Request) -> Solution:
     """The cheapest schedule of Checkmate's class that the solver finds by the deadline.
 
     Args:
-        problem: of at most `max_variables` variables.
+        problem: of at most `MAX_VARIABLES` variables.
         request: with the switch `integral` off, the relaxation is rounded; `solver` is a name in
             `pulp.listSolvers()`, for instance `GUROBI_CMD`.
-        params: limits, the default solver, and how the relaxation is rounded.
 
     Raises:
         InvalidInputError: too many variables, or a solver that PuLP does not have.
@@ -215,19 +218,21 @@ def solve_checkmate(
     require("pulp")
     program = Program.of(problem)
     count = CheckmateModel.variable_count(program)
-    if count > params.max_variables:
+    if count > MAX_VARIABLES:
         raise InvalidInputError(
             f"checkmate's program has up to {count} variables on this graph, above the limit of"
-            f" {params.max_variables}: use optimal",
+            f" {MAX_VARIABLES}: use optimal",
             "/method",
         )
     if request.deadline is None:
-        request = replace(request, deadline=time.monotonic() + params.default_seconds)
+        request = replace(request, deadline=time.monotonic() + DEFAULT_SECONDS)
     assert request.deadline is not None
     integral = "integral" not in request.off
-    solver = request.solver or params.solver
+    solver = request.solver or "PULP_CBC_CMD"
+    # For rounding, a share of the budget is withheld from the relaxation.
+    allowances = (0.0,) if integral else (0.0, 0.1, 0.2, 0.3)
     with SolverProcess() as process:
-        for allowance in (0.0,) if integral else params.allowances:
+        for allowance in allowances:
             capacity = int(program.problem.rounded(request.arena_bytes) * (1 - allowance))
             schedule = _solve(process, program, capacity, request, integral, solver)
             placed = lay_out(schedule, request.arena_bytes).placed

@@ -23,10 +23,10 @@ from coop_plan.planner.core.memory_bounds import working_set_bound, working_sets
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.core.ssa import SsaForm
+from coop_plan.planner.exact.checkmate import DEFAULT_SECONDS
 from coop_plan.planner.exact.model.milp import INFINITY, Milp, Outcome, Terms
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.solver.process import SolverProcess
-from coop_plan.planner.exact.variant_params import MONET, MonetParams
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.placement.layout import lay_out
 from coop_plan.schemas import InvalidInputError
@@ -180,24 +180,28 @@ def _rerunnable(program: Program, t: int) -> list[int]:
     ]
 
 
-def solve_monet(problem: Problem, request: Request, params: MonetParams = MONET) -> Solution:
+MAX_VARIABLES = 100_000
+"""Programs with more variables are rejected."""
+
+
+def solve_monet(problem: Problem, request: Request) -> Solution:
     """The cheapest schedule of MONeT's class that the solver finds by the deadline.
 
     Raises:
-        InvalidInputError: the program has more than `max_variables` variables.
+        InvalidInputError: the program has more than `MAX_VARIABLES` variables.
         DoesNotFitError: no schedule exists, or its layout exceeds the arena.
         TimeLimitError: no schedule was found in time.
     """
     program = Program.of_versions(SsaForm.unchanged(problem), variants=True)
     count = MonetModel.variable_count(program)
-    if count > params.max_variables:
+    if count > MAX_VARIABLES:
         raise InvalidInputError(
             f"monet's program has about {count} variables on this graph, above the limit of"
-            f" {params.max_variables}: use optimal",
+            f" {MAX_VARIABLES}: use optimal",
             "/method",
         )
     if request.deadline is None:
-        request = replace(request, deadline=time.monotonic() + params.default_seconds)
+        request = replace(request, deadline=time.monotonic() + DEFAULT_SECONDS)
     assert request.deadline is not None
     infeasible = DoesNotFitError(working_set_bound(problem).op)
     capacity = problem.rounded(request.arena_bytes)

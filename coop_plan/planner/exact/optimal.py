@@ -31,6 +31,17 @@ from coop_plan.planner.heuristic.coop_offline import CoopOffline
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.placement.layout import lay_out
 
+SMALL_GAP = 1e-4
+"""Gap (cost / bound - 1) to which models of smaller arenas are solved, and below which none are."""
+
+TINY_OPS = 50
+"""Ops up to which coop-offline always runs to its own end."""
+
+
+def heuristic_runs_to_end(ops: int, left: float) -> bool:
+    """True if coop-offline runs to its own end on this many ops with `left` s left."""
+    return ops <= (3000 if left > 10.0 else TINY_OPS)
+
 
 class _OptimalSolve:
     def __init__(
@@ -44,7 +55,7 @@ class _OptimalSolve:
         self.problem, self.request, self.params = problem, request, params
         self.process, self.bounding = process, bounding
         self.program = Program.of(problem)
-        self.guided_replan = GuidedReplan(problem, request, params.guided_replan)
+        self.guided_replan = GuidedReplan(problem, request)
         self.incumbent = Incumbent(problem, request.arena_bytes, request.progress)
         assert request.deadline is not None
         self.deadline = request.deadline
@@ -53,18 +64,16 @@ class _OptimalSolve:
 
     def _start(self) -> None:
         """Offer coop-offline's plan; if it has none, shorten the deadline for other budgets."""
-        params = self.params.search
         now = time.monotonic()
         left = self.deadline - now
-        heuristic_runs_to_end = params.heuristic_runs_to_end(self.program.n, left)
-        limit = None if heuristic_runs_to_end else now + left * params.heuristic_share
+        limit = None if heuristic_runs_to_end(self.program.n, left) else now + left * 0.25
         request = replace(self.request.in_program_order(), deadline=limit)
         self.offline = CoopOffline(self.problem, request)
         self.offline.begin()
         self._offer_heuristic()
         if self.incumbent.solution is None:
             now = time.monotonic()
-            self.deadline = now + (self.deadline - now) * params.first_plan_share
+            self.deadline = now + (self.deadline - now) * 0.25
 
     def _offer_heuristic(self) -> None:
         with contextlib.suppress(DoesNotFitError, TimeLimitError):
@@ -94,8 +103,9 @@ class _OptimalSolve:
         placed = self._iterate(rounds)
         linked = program.host_link is not None
         if rounds.yielded:
-            share = self.params.search.transfer_bounding_share if linked else 1.0
-            self._improve_offline(share, lambda: self.finished() or self.bounding.ended)
+            self._improve_offline(
+                0.4 if linked else 1.0, lambda: self.finished() or self.bounding.ended
+            )
             if linked and self.bounding.running:
                 self.bounding.kill()
             else:
@@ -116,15 +126,14 @@ class _OptimalSolve:
         """Leave the remaining time to coop-offline, the only source of plans with transfers."""
         if self.finished():
             return
-        params, left = self.params.search, self.deadline - time.monotonic()
-        tiny = self.program.n <= params.tiny_linked_ops and self.incumbent.solution is not None
-        self._improve_offline(min(1.0, params.tiny_seconds / left) if tiny else 1.0, self.finished)
+        left = self.deadline - time.monotonic()
+        quick = self.program.n <= 20 and self.incumbent.solution is not None
+        self._improve_offline(min(1.0, 2.0 / left) if quick else 1.0, self.finished)
 
     def _solve_smaller_arenas(self, rounds: Refinement) -> None:
         """Refine at smaller capacities until a schedule has a layout."""
-        params = self.params.search
-        for share in params.shrunk_arenas:
-            if self.incumbent.gap < params.small_gap or self.finished():
+        for share in (0.995, 0.99, 0.98, 0.96, 0.93):
+            if self.incumbent.gap < SMALL_GAP or self.finished():
                 return
             smaller = self._within(rounds, int(self.request.arena_bytes * share))
             if self._iterate(smaller):
@@ -140,7 +149,7 @@ class _OptimalSolve:
             if readout.overflows:
                 if rounds.timed_out and not self.offline_improved:
                     self.offline_improved = True
-                    self._improve_offline(self.params.search.offline_share, self.finished)
+                    self._improve_offline(0.2, self.finished)
                 if not rounds.refine(readout.overflows):
                     return False
             elif not rounds.proves or rounds.timed_out or not rounds.tighten():
@@ -165,7 +174,7 @@ class _OptimalSolve:
             points=list(rounds.points),
             cuts=set(rounds.cuts),
         )
-        smaller.gap = self.params.search.small_gap
+        smaller.gap = SMALL_GAP
         smaller.paths.paths = list(rounds.paths.paths)
         return smaller
 
@@ -201,10 +210,9 @@ def solve_optimal(problem: Problem, request: Request, params: ExactParams = DEFA
     """
     require("ortools")
     if request.deadline is None:
-        times = params.search
-        seconds = times.probe_seconds if request.any_schedule else times.default_seconds
+        seconds = 10.0 if request.any_schedule else params.default_seconds
         request = replace(request, deadline=time.monotonic() + seconds)
-    with SolverProcess(params.solver) as process, BoundingProcess(params) as bounding:
+    with SolverProcess() as process, BoundingProcess(params) as bounding:
         solve = _OptimalSolve(problem, request, process, bounding, params)
         try:
             if not solve.finished():

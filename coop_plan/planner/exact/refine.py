@@ -68,22 +68,17 @@ class Refinement:
 
     def __post_init__(self) -> None:
         linked = self.program.host_link is not None
-        self.gap = OPTIMALITY_TOLERANCE / 2 if linked else self.params.refinement.first_gap
-        self.paths = PathCuts(self.params.path_cuts)
+        self.gap = OPTIMALITY_TOLERANCE / 2 if linked else 5e-4
+        self.paths = PathCuts(self.params.min_violation)
         if not self.points:
-            self.points = initial_points(self.program, self.capacity, self._first_points())
-
-    def _first_points(self) -> int:
-        params = self.params.refinement
-        small = self.program.n <= params.all_points_ops
-        return self.program.n if self.program.host_link and small else params.first_points
+            every_op = linked and self.program.n <= 30
+            count = self.program.n if every_op else self.params.first_points
+            self.points = initial_points(self.program, self.capacity, count)
 
     def round(self) -> Readout | None:
         """Solve the model once and read its solution out; None if there is no solution."""
         while True:
-            model = TimePointModel(
-                self.program, self.capacity, self.points, self.cuts, self.params.model
-            )
+            model = TimePointModel(self.program, self.capacity, self.points, self.cuts)
             answer = self._solve(model)
             if answer.values is None:
                 return None
@@ -98,8 +93,9 @@ class Refinement:
     def _solve(self, model: TimePointModel) -> Answer:
         now = time.monotonic()
         remaining = self.deadline - now
-        params = self.params.refinement
-        shares = params.final_shares if self.final else params.shares
+        params = self.params
+        # Shares of the time left for path cuts, the solve after them, and neighbourhoods.
+        cuts, solve, lns = (0.25, 0.9, 0.5) if self.final else (0.12, 0.12, 0.05)
         if not (self.hard and self.large_overflow):
             easy = now + max(remaining * params.easy_share, params.easy_seconds)
             answer = self._attempt(model, min(self.deadline, easy))
@@ -108,13 +104,13 @@ class Refinement:
             if (self.hard or closer) and self._yields_to_bounding():
                 return NO_RESULT
         if self.hard:
-            bound = self.paths.strengthen(self.process.relax, model, now + remaining * shares.cuts)
+            bound = self.paths.strengthen(self.process.relax, model, now + remaining * cuts)
             self._prove(model.bound_us(bound))
             if self._yields_to_bounding():
                 return NO_RESULT
             now = time.monotonic()
             remaining = self.deadline - now
-            until = now + max(remaining * shares.solve, min(params.min_solve_seconds, remaining))
+            until = now + max(remaining * solve, min(5.0, remaining))
             answer = self._attempt(model, until)
         if answer.outcome is Outcome.INFEASIBLE:
             self.infeasible = self.proves
@@ -123,8 +119,8 @@ class Refinement:
         self.timed_out = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
         if self.timed_out and answer.values is not None:
             now = time.monotonic()
-            until = now + (self.deadline - now) * shares.lns
-            answer = improve_by_lns(self.process, model, answer, until, self.params.lns)
+            until = now + (self.deadline - now) * lns
+            answer = improve_by_lns(self.process, model, answer, until)
         return answer
 
     def _yields_to_bounding(self) -> bool:
@@ -134,19 +130,19 @@ class Refinement:
         Without a proved bound the gap is meaningless, except with transfers, where the true bound
         may be the base cost.
         """
-        bounding, incumbent, params = self.bounding, self.incumbent, self.params.refinement
+        bounding, incumbent = self.bounding, self.incumbent
         if bounding is None or self.yielded or not self.proves:
             return False
         proved = incumbent.bound_us > incumbent.problem.floor_us
-        wide = params.wide_gap
-        if self.program.host_link is not None:
-            proved, wide = True, params.wide_gap_transfers
+        wide = self.params.wide_gap
+        if self.program.host_link is not None:  # only coop-offline makes plans
+            proved, wide = True, 1e-3
         if not proved or incumbent.gap <= wide:
             return False
         bounding.begin(self.program, self.capacity, set(self.points[:-1]))
         if usable_cpus() == 1:
             now = time.monotonic()
-            until = now + (self.deadline - now) * params.single_core_share
+            until = now + (self.deadline - now) * 0.3
             while bounding.running and time.monotonic() < until:
                 self._prove(bounding.proved(until))
             bounding.kill()
@@ -169,15 +165,13 @@ class Refinement:
 
     def refine(self, overflows: list[Overflow]) -> bool:
         """Add time points or cuts at the overflows of the last readout; False if none are new."""
-        params = self.params.refinement
         points, cuts = set(self.points), set(self.cuts)
         first = [overflow for overflow in overflows if overflow.position == overflow.op]
-        self.large_overflow = any(o.excess > params.large_overflow * self.capacity for o in first)
+        self.large_overflow = any(o.excess > self.capacity for o in first)
         if self.large_overflow:
             chosen = self._one_per_segment(first)
         else:
-            among, count = first or overflows, params.points_per_round
-            chosen = worst_of_groups(among, count, key=lambda o: o.excess)
+            chosen = worst_of_groups(first or overflows, 4, key=lambda o: o.excess)
         for overflow in chosen:
             position, op = overflow.position, overflow.op
             if position == op or (position, op) in cuts:
@@ -199,7 +193,7 @@ class Refinement:
         new = [overflow for overflow in first if overflow.position not in self.points]
         segments = groupby(new, key=lambda o: segment_of(self.points, o.position))
         chosen = [max(group, key=fullness) for _, group in segments]
-        return sorted(chosen, key=lambda o: -o.excess)[: self.params.refinement.max_points]
+        return sorted(chosen, key=lambda o: -o.excess)[:12]
 
     def tighten(self) -> bool:
         """Solve to a proof from the next round on; False if that was already so."""

@@ -20,10 +20,9 @@ from coop_plan.planner.exact.incumbent import OPTIMALITY_TOLERANCE, Incumbent
 from coop_plan.planner.exact.model.milp import INFINITY
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.variants import fix_variants, restore_variants
-from coop_plan.planner.exact.params import DEFAULTS as EXACT
+from coop_plan.planner.exact.params import DEFAULTS
 from coop_plan.planner.exact.primal.reselection import Reselection
 from coop_plan.planner.exact.primal.variant_search import VariantSearch, solver_installed
-from coop_plan.planner.exact.variant_params import DEFAULTS, VariantParams
 from coop_plan.planner.heuristic.coop_offline import (
     CoopOffline,
     in_any_order,
@@ -34,9 +33,7 @@ from coop_plan.planner.placement.layout import lay_out
 from coop_plan.planner.search.compute.annealing import cheaper, reordered
 
 
-def solve_with_variants(
-    problem: Problem, request: Request, *, prove: bool, params: VariantParams = DEFAULTS
-) -> Solution:
+def solve_with_variants(problem: Problem, request: Request, *, prove: bool) -> Solution:
     """Returns the cheapest schedule found with a variant per run; with `prove` also its bound.
 
     The bound is that of program order, with all variants and transfers that the problem offers.
@@ -45,13 +42,11 @@ def solve_with_variants(
         DoesNotFitError: no schedule was found.
     """
     if "transfers" in problem.beyond_recomputation:
-        return _with_transfers(problem, request, prove=prove, params=params)
-    return _recomputing(problem, request, prove=prove, params=params)
+        return _with_transfers(problem, request, prove=prove)
+    return _recomputing(problem, request, prove=prove)
 
 
-def _recomputing(
-    problem: Problem, request: Request, *, prove: bool, params: VariantParams
-) -> Solution:
+def _recomputing(problem: Problem, request: Request, *, prove: bool) -> Solution:
     """As `solve_with_variants`, without transfers.
 
     The search starts from coop-offline's schedule of default variants. First runs are in program
@@ -61,11 +56,11 @@ def _recomputing(
     end = request.deadline
     any_order = not (request.any_schedule or "reorder" in request.off)
     if any_order:
-        request = request.part(1 - params.reorder_share)
-    search = VariantSearch(problem, request, params)
+        request = request.part(0.9)
+    search = VariantSearch(problem, request)
     incumbent = search.incumbent
     with contextlib.suppress(DoesNotFitError, TimeLimitError):
-        first = request.in_program_order().part(params.default_variants_share)
+        first = request.in_program_order().part(0.1)
         incumbent.offer(solve_coop_offline(problem, first).placed)
     if not (request.any_schedule and incumbent.placed is not None):
         try:
@@ -87,15 +82,8 @@ def _recomputing(
 class _JointSearch:
     """Recomputes, transfers and variants together: `placed` is the cheapest schedule so far."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        request: Request,
-        params: VariantParams,
-        bound_us: Callable[[], float],
-    ) -> None:
-        self.problem, self.request, self.params = problem, request, params
-        self.bound_us = bound_us
+    def __init__(self, problem: Problem, request: Request, bound_us: Callable[[], float]) -> None:
+        self.problem, self.request, self.bound_us = problem, request, bound_us
         self.placed: PlacedSchedule | None = None
         self.error: DoesNotFitError | TimeLimitError = DoesNotFitError(-1)
         self._methods: dict[tuple[int, ...], CoopOffline] = {}
@@ -108,28 +96,25 @@ class _JointSearch:
             DoesNotFitError: no schedule was found.
             TimeLimitError: none was found in time.
         """
-        default, alone, start, relaxation, rest = self.params.joint_shares
         request = self.request
-        self._plan(range(self.problem.op_count), default)
+        self._plan(range(self.problem.op_count), 0.1)
         if request.any_schedule and self.placed is not None:
             return self.placed
         with self._keeping_errors():
             unlinked = replace(self.problem, host_budget=0)
-            found = _recomputing(
-                unlinked, request.part(alone), prove=False, params=self.params
-            ).placed
+            found = _recomputing(unlinked, request.part(0.5), prove=False).placed
             every = range(len(self.problem.variants))
             self._offer(restore_variants(self.problem, every, found))
             chosen = _first_variants(found.schedule)
-            self._plan(chosen, start, _ops(found.schedule))
+            self._plan(chosen, 0.4, _ops(found.schedule))
         if request.any_schedule and self.placed is not None:
             return self.placed
         relaxed = self._relaxed()
         if relaxed is not None:
-            self._plan(relaxed, relaxation)
+            self._plan(relaxed, 0.4)
         if self.placed is None:
             raise self.error
-        self._improve(request.part(rest).deadline)
+        self._improve(request.part(0.9).deadline)
         self._reselect()
         return self.placed
 
@@ -193,19 +178,16 @@ class _JointSearch:
         """The variants chosen by the relaxed program; None without a solver or a time limit."""
         if self.request.deadline is None or self.request.any_schedule or not solver_installed():
             return None
-        return VariantSearch(self.problem, self.request, self.params).relaxed_choice()
+        return VariantSearch(self.problem, self.request).relaxed_choice()
 
 
-def _with_transfers(
-    problem: Problem, request: Request, *, prove: bool, params: VariantParams
-) -> Solution:
+def _with_transfers(problem: Problem, request: Request, *, prove: bool) -> Solution:
     """As `solve_with_variants`, with transfers."""
     if not prove or request.any_schedule:
-        search = _JointSearch(problem, request, params, lambda: problem.floor_us)
+        search = _JointSearch(problem, request, lambda: problem.floor_us)
         return Solution(search.run())
     if request.deadline is None:
-        seconds = EXACT.search.default_seconds
-        request = replace(request, deadline=time.monotonic() + seconds)
+        request = replace(request, deadline=time.monotonic() + DEFAULTS.default_seconds)
     with BoundingProcess() as bounding:
         program = Program.of(problem, variants=True)
         bounding.begin(program, program.problem.rounded(request.arena_bytes), set())
@@ -215,7 +197,7 @@ def _with_transfers(
             incumbent.prove(bounding.proved())
             return incumbent.bound_us
 
-        placed = _JointSearch(problem, request, params, bound_us).run()
+        placed = _JointSearch(problem, request, bound_us).run()
         bound = bound_us()
     if placed.cost_us < bound * (1 - OPTIMALITY_TOLERANCE):  # in another order of first runs
         return Solution(placed, "feasible", problem.floor_us, "any")

@@ -12,6 +12,5 @@ deadline the climbs continue. 3. `planner.search.compute` anneals the sequence o
 link, `planner.search.makespan` searches for recomputes and transfers.
 
 The cheapest run becomes a `planner.core.schedule.Schedule` with addresses. Coop's own plan
-(`planner.online`) is a further candidate on small graphs, and the last resort. `params` has one
-group of parameters per phase.
+(`planner.online`) is a further candidate on small graphs, and the last resort.
 """

@@ -74,7 +74,7 @@ class Runner:
         self.params = params
         self.out_of_time = out_of_time
         n, count = arrays.ops, arrays.size.size
-        events = n * (params.max_recomputes_per_op + 1) + 1
+        events = 9 * n + 1  # a run with eight recomputes an op is abandoned
         pairs = max(1, int(np.diff(arrays.pairs_ptr).max(initial=1)))
         self._scratch = np.empty(max(n, count) + 2, dtype=np.int64)
         self._event = np.empty(events, dtype=np.int64)
@@ -95,14 +95,11 @@ class Runner:
         n, count = self.arrays.ops, self.arrays.size.size
         state = EvictionState(
             budget=budget,
-            small=budget // params.small_divisor,
+            small=budget // 4096,
             cap=settings.cap,
             foresee=settings.foresee,
-            closure_ops=params.closure_ops,
-            unneeded_ancestors=params.unneeded_ancestors,
             pool_min_live=params.pool_min_live,
             heap_min_live=params.heap_min_live,
-            pool_max_age=params.pool_max_age,
             power=self._power(settings.alpha),
             weight=settings.weight,
             expected=np.zeros(settings.weight.size),
@@ -138,6 +135,6 @@ class Runner:
     def _power(self, alpha: float) -> Floats:
         """Each distance of up to n positions to the power of `alpha`, computed once."""
         if alpha not in self._powers:
-            least, n = self.params.least_distance, self.arrays.ops
-            self._powers[alpha] = np.array([(d + least) ** alpha for d in range(n + 1)])
+            distances = range(self.arrays.ops + 1)
+            self._powers[alpha] = np.array([(d + 1e-9) ** alpha for d in distances])  # none is 0
         return self._powers[alpha]

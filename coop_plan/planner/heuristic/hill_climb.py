@@ -11,7 +11,14 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Floats
 from coop_plan.planner.heuristic.eviction_run import Settings
+from coop_plan.planner.heuristic.params import EXPONENTS
 from coop_plan.planner.heuristic.portfolio import Portfolio
+
+REPORT_STEPS = 16
+"""Steps between two progress reports."""
+
+MAX_CORRECTION = 10.0
+"""Largest factor of a learned correction, up or down."""
 
 
 class HillClimbs:
@@ -23,25 +30,23 @@ class HillClimbs:
 
     def __init__(self, portfolio: Portfolio) -> None:
         self.portfolio = portfolio
-        self.params = portfolio.params.hill_climb
         self.searches = _starts(portfolio)
         self._done = 0
 
     def run(self) -> None:
         """Make a number of steps that depends on the ops alone."""
-        params, ops = self.params, max(1, self.portfolio.problem.op_count)
-        most = min(params.max_steps, params.steps_per_op * ops)
-        steps = max(params.min_steps, min(most, params.simulated_ops // ops))
+        ops = max(1, self.portfolio.problem.op_count)
+        steps = max(20, min(500, 4 * ops, self.portfolio.params.climb_ops // ops))
         total = -(-steps // max(1, len(self.searches) // 2)) * len(self.searches)
         while self._done < total and not self.portfolio.request.out_of_time():
-            if self._done % params.report_steps == 0:
+            if self._done % REPORT_STEPS == 0:
                 self.portfolio.report(self._done / total)
             self._step()
 
     def run_until(self, deadline: float, enough: Callable[[], bool]) -> None:
         """Continue until the deadline (`time.monotonic`, s) or until `enough` returns True."""
         while self.searches and time.monotonic() < deadline:
-            if self._done % self.params.report_steps == 0:
+            if self._done % REPORT_STEPS == 0:
                 if enough():
                     break
                 self.portfolio.report(None)
@@ -56,13 +61,12 @@ class HillClimbs:
 def _starts(portfolio: Portfolio) -> list["HillClimb"]:
     """Searches from the grid steps whose plans need about as much memory as the arena has."""
     assert portfolio.best.found is not None
-    params = portfolio.params.hill_climb
-    spacing, rank = params.spacing, params.rank_steps
+    spacing = 2  # grid steps between neighbouring starts
     middle = portfolio.step(portfolio.best.found.budget) // spacing * spacing
     # Ranked at a coarser step, so that neighbouring arenas agree on the rules.
-    rules = portfolio.best_rules(middle // rank * rank)
+    rules = portfolio.best_rules(middle // 16 * 16)
     searches = []
-    for number in range(-params.starts_below, params.starts_above + 1):
+    for number in range(-2, 2):
         search = HillClimb.start(portfolio, middle + number * spacing, rules)
         if search is not None:
             searches.append(search)
@@ -98,8 +102,7 @@ class HillClimb:
         cost, number, run = found[0]
         settings = portfolio.settings[number]
         ends = []
-        slope_steps = portfolio.params.hill_climb.slope_steps
-        for side in (-slope_steps, slope_steps):
+        for side in (-3, 3):
             at = portfolio.runner(portfolio.budget(step + side), settings)
             if at is not None:
                 ends.append((_log_bytes(at.blocks(portfolio.arrays).live), at.cost_us))
@@ -109,21 +112,20 @@ class HillClimb:
         value = cost + slope * _log_bytes(run.blocks(portfolio.arrays).live)
         seed = max(step, 0)
         random = np.random.default_rng([portfolio.request.seed, seed])
-        correction = run.corrections(portfolio.params.hill_climb.max_correction)
+        correction = run.corrections(MAX_CORRECTION)
         return cls(seed, random, settings, budget, value, slope, correction)
 
     def with_corrections(self, portfolio: Portfolio) -> "HillClimb":
         """Another search from the same start, with learned corrections."""
         random = np.random.default_rng([portfolio.request.seed, self.seed, 1])
-        chance = portfolio.params.hill_climb.correction_chance
-        return replace(self, random=random, correction_chance=chance)
+        return replace(self, random=random, correction_chance=0.5)
 
     def step(self, portfolio: Portfolio) -> None:
         """Perturb or correct the settings of the current run; move there if the value falls."""
-        random, base, params = self.random, self.settings, portfolio.params.hill_climb
+        random, base = self.random, self.settings
         corrects = self.correction_chance > 0 and random.random() < self.correction_chance
-        spread = 0.0 if corrects else random.choice(params.spreads)
-        share = random.choice(params.corrected_shares if corrects else params.perturbed_shares)
+        spread = 0.0 if corrects else random.choice((0.1, 0.3, 1.0))  # of the weights' logarithms
+        share = random.choice((0.1, 0.5, 1.0) if corrects else (0.02, 0.1, 0.5))  # of the weights
         changed = np.flatnonzero(random.random(base.weight.size) < share)
         weight = base.weight.copy()
         if corrects:
@@ -133,11 +135,9 @@ class HillClimb:
         settings = replace(
             base,
             weight=weight,
-            alpha=float(random.choice(params.exponents))
-            if random.random() < params.exponent_chance
-            else base.alpha,
+            alpha=float(random.choice(EXPONENTS)) if random.random() < 0.1 else base.alpha,
         )
-        budget = int(self.budget * np.exp(random.normal(0.0, params.budget_spread)))
+        budget = int(self.budget * np.exp(random.normal(0.0, 0.01)))
         # Above this cost a run helps neither the portfolio nor this search.
         cost_limit = max(self.value, portfolio.best.cost_us)
         found = portfolio.candidate(budget, settings, cost_limit)
@@ -147,7 +147,7 @@ class HillClimb:
         value = found.cost_us + self.slope * _log_bytes(found.peak)
         if value < self.value:
             self.settings, self.budget, self.value = settings, budget, value
-            self.correction = found.run.corrections(params.max_correction)
+            self.correction = found.run.corrections(MAX_CORRECTION)
 
 
 def _log_bytes(peak: int) -> float:

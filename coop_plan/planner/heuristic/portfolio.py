@@ -25,6 +25,9 @@ from coop_plan.planner.method import Progress, Request, Solution
 from coop_plan.planner.placement.layout import WORK, fit, lay_out
 from coop_plan.planner.placement.params import PlacementParams
 
+GRID_RATIO = 1.015
+"""Ratio of neighbouring logical budgets of the grid."""
+
 FIRST_LAYOUT = PlacementParams(quick_passes=1)
 """Placement by the first greedy order alone."""
 
@@ -89,8 +92,7 @@ class Portfolio:
         self.arrays: Arrays = to_arrays(problem)
         self.runner = Runner(self.arrays, params.eviction, lambda: self.request.out_of_time())
         weight = np.ones(self.arrays.uses.size + 1)
-        rules = params.portfolio.rules
-        self.settings = [Settings(weight, *rule) for rule in rules]
+        self.settings = [Settings(weight, *rule) for rule in params.rules]
         self.best = _Incumbent()
         self.lowest_peak: Candidate | None = None
         """The candidate with the lowest live peak."""
@@ -98,9 +100,7 @@ class Portfolio:
         self._unfit_runs: set[bytes] = set()  # digests of the runs without a greedy layout
         self._counter = itertools.count()
         kept = problem.__dict__.setdefault("_run_outcomes", {})
-        self._outcomes: dict[tuple[int, Rule], _Outcome] = kept.setdefault(
-            (params.eviction, params.portfolio.grid_ratio), {}
-        )
+        self._outcomes: dict[tuple[int, Rule], _Outcome] = kept.setdefault(params.eviction, {})
         self.failed_op = largest_working_set(problem).op
 
     def candidate(
@@ -129,7 +129,7 @@ class Portfolio:
 
     def consider_rule(self, step: int, number: int) -> None:
         """Consider a rule's run at a grid step, unless an earlier run of it shows no use of it."""
-        key = step, self.params.portfolio.rules[number]
+        key = step, self.params.rules[number]
         known = self._outcomes.get(key)
         if known is not None and self._is_useless(known):
             if self.best.found is None and known.peak is None:
@@ -183,7 +183,7 @@ class Portfolio:
             self._unfit_runs.add(run)
             entry = found.cost_us, next(self._counter), found, placement.order
             self._unplaced.append(entry)
-            self._unplaced = sorted(self._unplaced)[: self.params.portfolio.max_unplaced]
+            self._unplaced = sorted(self._unplaced)[:4]
 
     def keep(self, found: Candidate, offsets: Ints) -> None:
         """Make a candidate the incumbent; `offsets` (bytes) in the order of its blocks."""
@@ -240,12 +240,12 @@ class Portfolio:
 
     def sweep(self) -> None:
         """Try every rule at the arena's size, then the best rules over the grid around it."""
-        params = self.params.portfolio
         center = self.step(self.request.arena_bytes)
         if self.request.deadline is not None:  # time may suffice for one run only
             self.consider(self.budget(center), self.settings[0])
         rules, stride = self.best_rules(center), 1
-        windows = params.grid_windows
+        # Grid steps around the arena, (above, up to), tried until one window has a plan.
+        windows = [(-8, 8), (-20, -8), (-44, -20)]
         if self.request.larger is not None:
             windows = windows[:1]  # the other searches start from there
         for low, high in windows:
@@ -258,7 +258,7 @@ class Portfolio:
             if self.best.found is not None:
                 return
             rules = list(range(len(self.settings)))
-            stride = params.probe_stride if self.request.any_schedule else 1
+            stride = 4 if self.request.any_schedule else 1
 
     def sweep_finely(self) -> None:
         """Keep the cheapest run at a logical budget near the arena whose first layout fits.
@@ -266,20 +266,18 @@ class Portfolio:
         Only if the incumbent has many runs an op. Such costs fall by a factor within a grid step,
         and of runs with equal live bytes few have a layout.
         """
-        params, incumbent = self.params.portfolio, self.best.found
-        arena, rules = self.request.arena_bytes, range(len(self.settings))
+        incumbent, arena = self.best.found, self.request.arena_bytes
         assert incumbent is not None
-        if incumbent.run.ops.size < params.fine_runs_per_op * self.problem.op_count:
+        if incumbent.run.ops.size < 2 * self.problem.op_count:
             return
         found: list[tuple[float, int, Record]] = []
-        for step in range(params.fine_steps):
-            budget = arena * params.fine_ratio ** (params.fine_steps_above - step)
-            runs = self.runs(int(budget), rules)
+        for budget in self.fine_budgets:
+            runs = self.runs(budget, range(len(self.settings)))
             found += (entry for entry in runs if not _among(entry[2], found))
         layouts = 0
         for cost, number, run in sorted(found, key=lambda entry: entry[:2]):
             candidate = self.candidate_of(run.ops, self.settings[number])
-            if cost >= incumbent.cost_us or layouts == params.fine_layouts:
+            if cost >= incumbent.cost_us or layouts == 48:
                 return
             if candidate.peak <= self.problem.rounded(arena):
                 layouts += 1
@@ -289,11 +287,15 @@ class Portfolio:
                     self.keep(candidate, placement.offsets)
                     return
 
+    @property
+    def fine_budgets(self) -> list[int]:
+        """Logical budgets near the arena, bytes; four above: a run may need less than its own."""
+        return [int(self.request.arena_bytes * 1.0025**step) for step in range(4, -12, -1)]
+
     def best_rules(self, step: int) -> list[int]:
         """Rule numbers by cost at a grid step; only the first few for large graphs."""
-        params = self.params.portfolio
         all_rules = range(len(self.settings))
-        max_count = None if self.problem.op_count <= params.small_ops else params.large_graph_rules
+        max_count = None if self.problem.op_count <= 500 else 4
         ranked = [number for _, number, _ in self.runs(self.budget(step), all_rules, max_count)]
         return [*ranked, *(number for number in all_rules if number not in ranked)][:max_count]
 
@@ -307,11 +309,11 @@ class Portfolio:
 
     def budget(self, step: int) -> int:
         """Logical budget of a grid step, bytes."""
-        return int(self.params.portfolio.grid_ratio**step)
+        return int(GRID_RATIO**step)
 
     def step(self, size: int) -> int:
         """Largest grid step whose budget is at most `size` bytes."""
-        return int(np.log(max(size, 2)) / np.log(self.params.portfolio.grid_ratio))
+        return int(np.log(max(size, 2)) / np.log(GRID_RATIO))
 
 
 def _among(run: Record, runs: Iterable[tuple[float, int, Record]]) -> bool:

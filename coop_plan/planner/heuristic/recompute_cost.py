@@ -10,6 +10,12 @@ from coop_plan.planner.core.jit import inlined
 from coop_plan.planner.heuristic import columns as c
 from coop_plan.planner.heuristic.eviction_state import EvictionState
 
+CLOSURE_OPS = 64
+"""Most ops counted in the estimate of a closure's cost."""
+
+UNNEEDED_ANCESTORS = 256
+"""Most ancestors, dead and needed by no evicted tensor, through which a change is followed."""
+
 
 @inlined
 def mark_dirty(s: EvictionState, t: int) -> None:
@@ -102,7 +108,7 @@ def mark_relatives_dirty(a: Arrays, s: EvictionState, t: int, position: int) -> 
                     elif s.tensor[c.VISITED, source] != stamp:
                         s.tensor[c.VISITED, source] = stamp
                         if s.tensor[c.DEMAND, source] == c.NEVER:
-                            if unneeded == s.unneeded_ancestors:
+                            if unneeded == UNNEEDED_ANCESTORS:
                                 continue
                             unneeded += 1
                         depth += 1
@@ -128,7 +134,7 @@ def closure_cost(a: Arrays, s: EvictionState, t: int, due: int) -> float:
         depth -= 1
         total += a.cost[op]
         visited += 1
-        if visited >= s.closure_ops:
+        if visited >= CLOSURE_OPS:
             break
         for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
             source = a.reads[k]

@@ -22,7 +22,7 @@ from coop_plan.planner.core.jit import inlined, inner
 from coop_plan.planner.online import columns as c
 from coop_plan.planner.online.neighbours import neighbour_cost
 from coop_plan.planner.online.space import NO_ROOM, allocate, free_bytes
-from coop_plan.planner.online.state import ArenaState
+from coop_plan.planner.online.state import MIN_STALENESS_US, ArenaState
 from coop_plan.planner.online.transfers import (
     DIRECTS,
     FILTERS,
@@ -68,7 +68,7 @@ def filter_victim(a: Arrays, s: ArenaState, to_host: bool) -> int:
             cost = neighbour_cost(s, t)
         if cost == np.inf:
             continue
-        staleness = max(s.total[c.CLOCK] - s.times[c.LAST_ACCESS, t], s.min_staleness_us)
+        staleness = max(s.total[c.CLOCK] - s.times[c.LAST_ACCESS, t], MIN_STALENESS_US)
         score = cost / (a.size[t] * staleness) if s.transfers & FILTERS != 0 else 1.0 / staleness
         if score < best_score:
             best, best_score = t, score
@@ -128,7 +128,7 @@ def start_copies_ahead(a: Arrays, s: ArenaState, position: int) -> None:
     for t in range(count):
         arriving += s.tensor[c.ARRIVING, t]
     # Prefetch: the tensor offloaded last first, as long as a free block holds it.
-    while arriving < s.max_prefetches and latest >= 0:
+    while arriving < 2 and latest >= 0:
         latest = -1
         for t in range(count):
             wanted = s.tensor[c.LIVE, t] == 0 and a.last_use[t] > position

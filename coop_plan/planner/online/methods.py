@@ -28,7 +28,6 @@ from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.method import Request, Solution
-from coop_plan.planner.online.params import DEFAULTS, OnlineParams
 from coop_plan.planner.online.run import OnlineRun, simulate_arena
 from coop_plan.planner.online.transfers import (
     DIRECTS,
@@ -41,16 +40,12 @@ from coop_plan.planner.online.transfers import (
 from coop_plan.planner.online.window import SINGLE, SINGLE_WITH_NEIGHBOURS, WINDOW
 
 
-def solve_coop(problem: Problem, request: Request, params: OnlineParams = DEFAULTS) -> Solution:
+def solve_coop(problem: Problem, request: Request) -> Solution:
     """Coop with its three ideas, each unless ablated."""
-    return _solution(run_coop(problem, request, params))
+    return _solution(run_coop(problem, request))
 
 
-def run_coop(
-    problem: Problem,
-    request: Request,
-    params: OnlineParams = DEFAULTS,
-) -> OnlineRun:
+def run_coop(problem: Problem, request: Request) -> OnlineRun:
     """Coop's run, not yet a schedule."""
     return simulate_arena(
         problem,
@@ -59,53 +54,46 @@ def run_coop(
         partition="partitioning" not in request.off,
         inplace="recomputable-inplace" not in request.off,
         dependents=False,
-        params=params,
     )
 
 
-def solve_dtr(problem: Problem, request: Request, params: OnlineParams = DEFAULTS) -> Solution:
+def solve_dtr(problem: Problem, request: Request) -> Solution:
     """DTR's h with e*: evicts the tensor with the least cost / (bytes × staleness)."""
-    return _solution(_run_single(problem, request, SINGLE, params))
+    return _solution(_run_single(problem, request, SINGLE))
 
 
-def solve_dte(problem: Problem, request: Request, params: OnlineParams = DEFAULTS) -> Solution:
+def solve_dte(problem: Problem, request: Request) -> Solution:
     """DTR's rule, counting free bytes adjacent to a tensor as its own."""
-    return _solution(_run_single(problem, request, SINGLE_WITH_NEIGHBOURS, params))
+    return _solution(_run_single(problem, request, SINGLE_WITH_NEIGHBOURS))
 
 
-def solve_delta(problem: Problem, request: Request, params: OnlineParams = DEFAULTS) -> Solution:
+def solve_delta(problem: Problem, request: Request) -> Solution:
     """DELTA's filter and director with prefetch and overlap, each unless ablated."""
     flags = {"director": DIRECTS, "filter": FILTERS, "prefetch": PREFETCHES, "overlap": OVERLAPS}
     on = [flag for switch, flag in flags.items() if switch not in request.off]
-    return _solution(
-        _run_with_transfers(problem, request, SWAPS_OUT + RECOMPUTES + sum(on), params)
-    )
+    return _solution(_run_with_transfers(problem, request, SWAPS_OUT + RECOMPUTES + sum(on)))
 
 
-def solve_swap_only(
-    problem: Problem, request: Request, params: OnlineParams = DEFAULTS
-) -> Solution:
+def solve_swap_only(problem: Problem, request: Request) -> Solution:
     """Swaps the stalest tensor; recomputes nothing."""
     flags = {"prefetch": PREFETCHES, "overlap": OVERLAPS}
     on = [flag for switch, flag in flags.items() if switch not in request.off]
-    return _solution(_run_with_transfers(problem, request, SWAPS_OUT + sum(on), params))
+    return _solution(_run_with_transfers(problem, request, SWAPS_OUT + sum(on)))
 
 
-def _run_with_transfers(
-    problem: Problem, request: Request, transfers: int, params: OnlineParams
-) -> OnlineRun:
+def _run_with_transfers(problem: Problem, request: Request, transfers: int) -> OnlineRun:
     if "transfers" not in problem.beyond_recomputation:
         if not transfers & RECOMPUTES:
             raise DoesNotFitError(largest_working_set(problem).op)
-        return _run_single(problem, request, SINGLE, params)
+        return _run_single(problem, request, SINGLE)
     return simulate_arena(
-        problem, request, SINGLE, partition=False, inplace=False, transfers=transfers, params=params
+        problem, request, SINGLE, partition=False, inplace=False, transfers=transfers
     )
 
 
-def _run_single(problem: Problem, request: Request, rule: int, params: OnlineParams) -> OnlineRun:
+def _run_single(problem: Problem, request: Request, rule: int) -> OnlineRun:
     return simulate_arena(
-        problem, request, rule, partition=False, inplace=False, whole_closure=False, params=params
+        problem, request, rule, partition=False, inplace=False, whole_closure=False
     )
 
 

@@ -13,9 +13,14 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.method import Progress, Request
 from coop_plan.planner.online import columns as c
-from coop_plan.planner.online.params import DEFAULTS, OnlineParams
 from coop_plan.planner.online.simulator import DONE, RECORD_FULL, advance
 from coop_plan.planner.online.state import ArenaState, empty_arena
+
+MAX_RECOMPUTES_PER_OP = 30
+"""Most recomputes, as a multiple of the program's ops; beyond, the run does not fit."""
+
+CHUNK_OPS = 256
+"""Ops between two checks of the time limit."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,6 @@ def simulate_arena(
     dependents: bool = True,
     transfers: int = 0,
     gaps: bool = True,
-    params: OnlineParams = DEFAULTS,
 ) -> OnlineRun:
     """
     Execute the step in `request.arena_bytes` under an eviction rule of `planner.online.simulator`.
@@ -88,14 +92,13 @@ def simulate_arena(
     new_arena = partial(
         empty_arena,
         problem,
-        params=params,
         partition=partition,
         whole_closure=whole_closure,
         dependents=dependents,
         transfers=transfers,
         gaps=gaps,
     )
-    settings = rule, inplace, transfers, params
+    settings = rule, inplace, transfers
     try:
         return _simulate(problem, request, partial(new_arena, floor), *settings)
     except DoesNotFitError:
@@ -115,23 +118,22 @@ def _simulate(
     rule: int,
     inplace: bool,
     transfers: int,
-    params: OnlineParams,
 ) -> OnlineRun:
     """Execute the step in the arena that `new_arena` makes for a number of events."""
     arrays = to_arrays(problem)
     n = problem.op_count
-    max_events = n * (params.max_recomputes_per_op + 1)
-    record = min(max_events, params.first_record * n + 64)
+    max_events = n * (MAX_RECOMPUTES_PER_OP + 1)
+    record = min(max_events, 4 * n + 64)  # it doubles when full
     if transfers:
         record += 4 * problem.tensor_count
     while True:
         state = new_arena(record)
         status = DONE
-        for start in range(0, n, params.chunk_ops):
+        for start in range(0, n, CHUNK_OPS):
             request.check_time()
             if request.progress is not None:
                 request.progress(Progress("simulating", start / n))
-            stop = min(start + params.chunk_ops, n)
+            stop = min(start + CHUNK_OPS, n)
             status = advance(arrays, state, start, stop, max_events, rule, inplace)
             if status != DONE:
                 break

@@ -8,10 +8,13 @@ import numpy as np
 from coop_plan.planner.core.arrays import Flags, Floats, FloatTable, Ints, IntTable
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.online import columns as c
-from coop_plan.planner.online.params import OnlineParams
 
 UNLIMITED = 2**62
 """Arena size that no step needs, bytes."""
+
+
+MIN_STALENESS_US = 1e-3
+"""Lower bound on the staleness of a tensor in a score, µs."""
 
 
 class ArenaState(NamedTuple):
@@ -24,7 +27,7 @@ class ArenaState(NamedTuple):
 
     `out_us` and `in_us` are the times of a tensor's copies to the host and back. `transfers` holds
     the flags of `planner.online.transfers`, 0 for none. At least `reserve_bytes` shall be free or
-    being offloaded after each op, and at most `max_prefetches` tensors are prefetched at a time.
+    being offloaded after each op.
 
     With `whole_closure` 1 an op's whole recompute closure is pinned at once, a tensor read only by
     it is freed with its last pin, and an access is dated to the start of an op that reads or writes
@@ -32,7 +35,6 @@ class ArenaState(NamedTuple):
     """
 
     capacity: int
-    min_staleness_us: float
     counts: Ints
     total: Floats
     block: IntTable
@@ -53,7 +55,6 @@ class ArenaState(NamedTuple):
     transfers: int
     host_budget: int
     reserve_bytes: int
-    max_prefetches: int
     whole_closure: int
 
 
@@ -61,7 +62,6 @@ def empty_arena(
     problem: Problem,
     capacity: int,
     events: int,
-    params: OnlineParams,
     *,
     partition: bool,
     whole_closure: bool = True,
@@ -83,7 +83,6 @@ def empty_arena(
     near_ptr, near = _neighbours(problem, dependents=dependents)
     state = ArenaState(
         capacity=capacity,
-        min_staleness_us=params.min_staleness_us,
         counts=np.zeros(16, dtype=np.int64),
         total=np.zeros(4),
         block=np.empty((6, blocks), dtype=np.int64),
@@ -103,8 +102,7 @@ def empty_arena(
         in_us=np.full(count, np.inf),
         transfers=transfers,
         host_budget=-1 if problem.host_budget is None else problem.host_budget,
-        reserve_bytes=int(params.reserve_share * capacity),
-        max_prefetches=params.max_prefetches,
+        reserve_bytes=capacity // 10,
         whole_closure=int(whole_closure),
     )
     state.tensor[c.NODE] = -1

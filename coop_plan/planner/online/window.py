@@ -5,7 +5,7 @@ import numpy as np
 from coop_plan.planner.core.jit import inlined, inner
 from coop_plan.planner.online import columns as c
 from coop_plan.planner.online.neighbours import neighbour_cost
-from coop_plan.planner.online.state import ArenaState
+from coop_plan.planner.online.state import MIN_STALENESS_US, ArenaState
 
 WINDOW, SINGLE, SINGLE_WITH_NEIGHBOURS = range(3)
 """Eviction rules of Coop, DTR and DTE."""
@@ -17,7 +17,7 @@ def _cost(s: ArenaState, t: int) -> float:
     if t >= s.times.shape[1] or s.tensor[c.PINS, t] > 0 or s.tensor[c.EVICTABLE, t] == 0:
         return np.inf
     staleness = float(s.total[c.CLOCK] - s.times[c.LAST_ACCESS, t])
-    return neighbour_cost(s, t) / max(staleness, s.min_staleness_us)
+    return neighbour_cost(s, t) / max(staleness, MIN_STALENESS_US)
 
 
 @inner

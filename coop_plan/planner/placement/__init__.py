@@ -5,7 +5,7 @@ the arguments and divides time into sections; `windows` has the shapes of buffer
 computes a lower bound. `greedy` packs buffers in orders of sort `keys`, as a `skyline` or by
 `first_fit`, and moves blamed buffers forward between passes. If the bound is not met, an exact
 search follows: `restarts` runs the compiled depth-first search of `canonical` placements of a
-`task` under one capacity, and `descend` lowers the capacity. `params` has the parameters of each.
+`task` under one capacity, and `descend` lowers the capacity. `params` has its limits.
 """
 
 from coop_plan.planner.placement.instance import FixedOverlapError

@@ -14,18 +14,17 @@ def descend(
     bound: int,
     peak: int,
     effort: Effort,
-    first_work: int,
 ) -> tuple[int, Ints | None]:
     """Search for placements below `peak` bytes; returns the raised bound, and the best or None.
 
     Each round tries the bound itself, then bisects between the largest capacity that failed and the
     incumbent. Only a refuted capacity raises the bound. An undecided one is tried again in the next
-    round with twice the work; the first round grants `first_work` per capacity.
+    round with twice the work.
     """
     step = peak_step(instance)
     best = None
     bound = -(-bound // step) * step
-    slice_work = first_work
+    slice_work = 10_000_000  # for one capacity in the first round
     while bound < peak and not effort.spent:
         low = target = bound
         while low < peak and not effort.spent:

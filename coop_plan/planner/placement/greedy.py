@@ -8,12 +8,20 @@ from coop_plan.planner.core.arrays import Floats, Ints
 from coop_plan.planner.placement.first_fit import first_fit
 from coop_plan.planner.placement.instance import Instance
 from coop_plan.planner.placement.keys import order_by, simple_orders, sort_keys, spread
-from coop_plan.planner.placement.params import GreedyParams
 from coop_plan.planner.placement.skyline import drop, skyline
+
+ORDERS = ("TAW", "TW", "WT", "A", "ZW")
+"""The plain orders, as letters of sort keys (`planner.placement.keys`)."""
+
+FIRST_FIT_MOST = 12_000
+"""Buffers above which unconstrained instances are packed as skylines only, not by first fit."""
+
+DECAY = 0.95
+"""Decay of blame: the share kept from one pass of a chain to the next."""
 
 
 def placements(
-    instance: Instance, hint: Ints | None, goal: int, seed: int, params: GreedyParams, scans: int
+    instance: Instance, hint: Ints | None, goal: int, seed: int, scans: int
 ) -> Iterator[Ints]:
     """Offsets in units, without end; the first dozens follow the plain and the simple orders.
 
@@ -23,7 +31,7 @@ def placements(
     offset of an earlier placement, whose peak the first placement does not exceed.
     """
     keys = sort_keys(instance.first, instance.last, instance.height, instance.sections)
-    orders = [order_by(name, keys) for name in params.orders]
+    orders = [order_by(name, keys) for name in ORDERS]
     unconstrained = instance.is_plain
     if hint is not None:
         hint = completed(hint, orders[0])
@@ -31,7 +39,7 @@ def placements(
     if unconstrained:
         for order in orders:
             yield skyline(instance, order)
-    if not unconstrained or instance.count <= params.first_fit_most:
+    if not unconstrained or instance.count <= FIRST_FIT_MOST:
         for order in orders if hint is None else [hint, *orders]:
             yield first_fit(instance, order)
     for order in simple_orders(instance)[: simple_count(instance.count, scans)]:
@@ -39,9 +47,9 @@ def placements(
         yield first_fit(instance, order)
     pack = skyline if unconstrained else first_fit
     random = np.random.default_rng(seed)
-    by_section = [_Chain(order, 0.0, params) for order in orders]
-    by_buffer = [_Chain(order, stride, params) for stride in params.strides for order in orders]
-    rounds = params.section_rounds if instance.count > params.large else 1
+    by_section = [_Chain(order, 0.0) for order in orders]
+    by_buffer = [_Chain(order, stride) for stride in (0.1, 0.5) for order in orders]
+    rounds = 4 if instance.count > 5_000 else 1  # passes of large instances are few
     while True:
         for chain in by_section * rounds + by_buffer:
             offsets = pack(instance, chain.order())
@@ -60,12 +68,12 @@ def simple_count(count: int, scans: int) -> int:
 class _Chain:
     """One order, adapted after each pass ("squeaky wheel", Joslin and Clements 1999).
 
-    With a stride, buffers that end above the goal move forward. With stride 0, all buffers live in
+    With a stride, buffers that end above the goal move forward, by at most that share of the
+    order's length. With stride 0, all buffers live in
     a section with such buffers move forward, by a share of their number there.
     """
 
-    def __init__(self, order: Ints, stride: float, params: GreedyParams) -> None:
-        self.params = params
+    def __init__(self, order: Ints, stride: float) -> None:
         self.rank: Floats = np.argsort(order) / max(1, len(order))
         self.stride = stride
         self.forward = np.zeros(len(order))
@@ -80,16 +88,16 @@ class _Chain:
         above = offsets * instance.alignment + instance.size > goal
         if self.stride:
             self.forward[above] += self.stride * random.random(int(above.sum()))
-            self.forward *= self.params.memory
+            self.forward *= DECAY
             return
         change = np.zeros(instance.sections + 1)
         np.add.at(change, instance.first[above], 1.0)
         np.add.at(change, instance.last[above], -1.0)
         count = change.cumsum()[:-1]
-        old = self.params.memory * self.weight if len(self.weight) else np.zeros(instance.sections)
+        old = DECAY * self.weight if len(self.weight) else np.zeros(instance.sections)
         self.weight = old + count / max(1.0, count.max(initial=0.0))
         share = spread(self.weight, instance.first, instance.last)
-        self.forward = random.choice(self.params.shifts) * share
+        self.forward = random.choice((0.1, 0.3, 1.0)) * share
 
 
 def completed(hint: Ints, order: Ints) -> Ints:

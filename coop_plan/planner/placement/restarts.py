@@ -18,9 +18,11 @@ from coop_plan.planner.core.jit import njit
 from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE, UNKNOWN, depth_first
 from coop_plan.planner.placement.instance import Instance
 from coop_plan.planner.placement.keys import live_profile, order_by, sort_keys, spread
-from coop_plan.planner.placement.params import RestartParams
 from coop_plan.planner.placement.task import RECTANGLES, Task, Windows
 from coop_plan.planner.placement.windows import window_neighbours
+
+ORDERS = ("TWA", "TAW", "WAT", "ATW", "UW")
+"""The orders of the portfolio, as letters of sort keys (`planner.placement.keys`)."""
 
 
 @dataclass
@@ -55,16 +57,7 @@ class Effort:
 class Component:
     """Buffers (indices into the instance) independent of all others, and the state of restarts."""
 
-    def __init__(
-        self,
-        instance: Instance,
-        buffers: Ints,
-        low: int,
-        high: int,
-        seed: int,
-        params: RestartParams,
-    ) -> None:
-        self.params = params
+    def __init__(self, instance: Instance, buffers: Ints, low: int, high: int, seed: int) -> None:
         self.buffers = buffers
         self.sections = high - low
         self.first = instance.first[buffers] - low
@@ -93,7 +86,7 @@ class Component:
             self.is_complete = bool((above > 0).all())
         self.node_work = max(1, len(self.member[1]))
         keys = sort_keys(self.first, self.last, self.height, self.sections)
-        self.ranks = [np.argsort(order_by(name, keys)) for name in params.orders]
+        self.ranks = [np.argsort(order_by(name, keys)) for name in ORDERS]
         profile = live_profile(self.first, self.last, self.height, self.sections)
         self.weight: Floats = profile / max(1, profile.max(initial=0))
         self.has_failures = False
@@ -109,7 +102,7 @@ class Component:
             return IMPOSSIBLE, self.fixed
         if self.peak <= capacity:
             return FOUND, self.best
-        params, grid = self.params, self.grid
+        grid = self.grid
         task = Task(
             self.first,
             self.last,
@@ -125,21 +118,21 @@ class Component:
         offset = np.zeros(len(self.buffers), np.int64)
         first_restart = self.restarts
         while not effort.spent:
-            round_ = (self.restarts - first_restart) // len(params.orders)
+            round_ = (self.restarts - first_restart) // len(ORDERS)
             failures = np.zeros(self.sections, np.int64)
             began = time.perf_counter()
             answer, nodes = depth_first(
                 task,
                 self._rank(),
                 self.weight,
-                (self.restarts // len(params.orders) + self.restarts) % 2,
-                min(params.restart_nodes * luby(round_ + 1), effort.nodes(self.node_work)),
+                (self.restarts // len(ORDERS) + self.restarts) % 2,
+                min(500 * luby(round_ + 1), effort.nodes(self.node_work)),
                 offset,
                 failures,
             )
             effort.spend((nodes + 1) * self.node_work, time.perf_counter() - began)
             # The first restart's weight is the live profile, which failures replace.
-            old = params.memory * self.weight if self.has_failures else np.zeros(self.sections)
+            old = 0.9 * self.weight if self.has_failures else np.zeros(self.sections)
             self.weight = old + failures / max(1, failures.sum())
             self.has_failures = True
             self.restarts += 1
@@ -158,15 +151,15 @@ class Component:
         if self.restarts < len(self.ranks):
             return rank
         blame = spread(self.weight, self.first, self.last)
-        shift = self.random.choice(self.params.shifts) * len(rank)
+        shift = self.random.choice((0.1, 0.3, 1.0)) * len(rank)
         order = np.argsort(rank - shift * blame, kind="stable")
         moved = np.empty_like(rank)
         moved[order] = np.arange(len(rank))
         return moved
 
 
-def components(instance: Instance, seed: int, params: RestartParams) -> list[Component] | None:
-    """The instance cut where no lifetime crosses; None if a part is too large."""
+def components(instance: Instance, seed: int) -> list[Component] | None:
+    """The instance cut where no lifetime crosses; None if a part has too many conflicts."""
     real = instance.height > 0
     change = np.zeros(instance.sections + 1, np.int64)
     np.add.at(change, instance.first[real], 1)
@@ -177,10 +170,10 @@ def components(instance: Instance, seed: int, params: RestartParams) -> list[Com
     result = []
     for k in np.unique(where[real]).tolist():
         buffers = np.flatnonzero(real & (where == k))
-        if pair_count(instance.first[buffers], instance.last[buffers]) > params.most_pairs:
+        if pair_count(instance.first[buffers], instance.last[buffers]) > 4_000_000:
             return None
         low, high = int(cuts[k]), int(cuts[k + 1])
-        result.append(Component(instance, buffers, low, high, seed, params))
+        result.append(Component(instance, buffers, low, high, seed))
     return result
 
 

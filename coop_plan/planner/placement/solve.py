@@ -14,7 +14,7 @@ from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE
 from coop_plan.planner.placement.descend import descend
 from coop_plan.planner.placement.greedy import placements, simple_count
 from coop_plan.planner.placement.instance import Instance, build
-from coop_plan.planner.placement.params import DEFAULTS, PlacementParams, RestartParams
+from coop_plan.planner.placement.params import DEFAULTS, PlacementParams
 from coop_plan.planner.placement.restarts import Effort, components, fit
 
 UNLIMITED = 1 << 62
@@ -83,8 +83,8 @@ def place(
         FixedOverlapError: two buffers overlap at their fixed offsets.
     """
     compile_modules(PLACEMENT)
-    scans = params.greedy.scan_work if work is None else work
-    work = params.restarts.work if work is None else work
+    scans = 3_000_000_000 if work is None else work  # 10 s
+    work = params.work if work is None else work
     began = time.perf_counter()
     instance = build(
         _ints(lower),
@@ -102,11 +102,11 @@ def place(
         scans = int(time_limit / SECONDS_PER_VISIT)
     passes = _passes(instance.count, work > 0, deadline is not None, params)
     passes += 2 * simple_count(instance.count, scans)
-    candidates = placements(instance, hint, goal, seed, params.greedy, scans)
+    candidates = placements(instance, hint, goal, seed, scans)
     best, peak = _greedy(instance, candidates, goal, passes, deadline)
     effort = Effort(work if deadline is None else UNLIMITED, deadline)
-    if work and peak > goal and instance.count <= params.restarts.most_buffers:
-        found, bound = _search(instance, bound, capacity, peak, effort, seed, params.restarts)
+    if work and peak > goal and instance.count <= params.most_buffers:
+        found, bound = _search(instance, bound, capacity, peak, effort, seed)
         if found is not None:
             best, peak = found, instance.peak(found)
     return Placement(
@@ -126,12 +126,11 @@ def _passes(count: int, search: bool, limited: bool, params: PlacementParams) ->
     """Number of greedy passes."""
     if not search:
         return params.quick_passes
-    if count <= params.small:
-        return params.passes
-    if limited and count > params.restarts.most_buffers:
+    if count <= 500:  # the exact search is better than further passes
+        return 40
+    if limited and count > params.most_buffers:
         return UNLIMITED  # no search follows: passes until the time limit
-    work = params.long_pass_work if limited else params.pass_work
-    return max(params.passes, work // count)
+    return max(40, (4_000_000 if limited else 200_000) // count)  # 2 s, 0.1 s
 
 
 def _greedy(
@@ -158,14 +157,13 @@ def _search(
     peak: int,
     effort: Effort,
     seed: int,
-    params: RestartParams,
 ) -> tuple[Ints | None, int]:
     """A placement within the capacity (without one, below `peak`) or None, and the raised bound."""
-    parts = components(instance, seed, params)
+    parts = components(instance, seed)
     if parts is None or (capacity is not None and bound > capacity):
         return None, bound
     if capacity is None:
-        raised, found = descend(instance, parts, bound, peak, effort, params.first_work)
+        raised, found = descend(instance, parts, bound, peak, effort)
     else:
         answer, offsets = fit(instance, parts, capacity, effort)
         found = offsets if answer == FOUND else None

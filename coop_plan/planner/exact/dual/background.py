@@ -27,7 +27,7 @@ class BoundingProcess(Child):
     """Process for one kind of bounds, which can be polled at any time."""
 
     def __init__(self, params: ExactParams = DEFAULTS) -> None:
-        super().__init__("coop_plan.planner.exact.dual.bounding", params.solver)
+        super().__init__("coop_plan.planner.exact.dual.bounding")
         self._params = params
         self.running = self._started = False
         self.ended = False

@@ -49,7 +49,7 @@ class Bounding:
 
     def __post_init__(self) -> None:
         self.paths = self._path_cuts()
-        self._spread_count = self.params.bounding.first_spread
+        self._spread_count = self.params.first_spread
 
     def run(self) -> None:
         """Solve relaxation after relaxation until there are no time points to add."""
@@ -71,7 +71,7 @@ class Bounding:
                 paths += alone.paths
             cuts = self._path_cuts(paths)
             bound = self._relax(points, cuts)
-            if copies and bound < best * (1 + self.params.bounding.min_gain):
+            if copies and bound < best * (1 + 2e-3):
                 self._chosen.pop()
                 self._rerank = False
             else:
@@ -80,11 +80,11 @@ class Bounding:
     def _path_cuts(
         self, paths: Iterable[Path] = (), *, quick: bool = False, rounds: int | None = None
     ) -> PathCuts:
-        return PathCuts(self.params.path_cuts, list(paths), quick, rounds)
+        return PathCuts(self.params.min_violation, list(paths), quick, rounds)
 
     def _relax(self, points: set[int], paths: PathCuts) -> float:
         chosen = sorted({*points, self.program.n})
-        model = TimePointModel(self.program, self.capacity, chosen, (), self.params.model)
+        model = TimePointModel(self.program, self.capacity, chosen)
         bound = paths.strengthen(
             _local_relax(), model, INFINITY, lambda bound: self.report(model.bound_us(bound))
         )
@@ -99,16 +99,15 @@ class Bounding:
         transfers weaken the relaxation more than fractional runs, so the best model is also solved
         as a MILP.
         """
-        for count in self.params.bounding.few_points:
+        for count in (4, 8, 20):
             points = set(initial_points(self.program, self.capacity, count))
             self._relax(points, self._path_cuts())
-        self._solve_integral(self.params.bounding.integral_seconds)
+        self._solve_integral(20.0)
         if self._model is not None:
             self.points = {*self._model.points[:-1]}
 
     def _solve_integral(self, seconds: float) -> None:
-        limit = self.params.bounding.integral_max_columns
-        if self._model is None or len(self._model.milp.lower) > limit:
+        if self._model is None or len(self._model.milp.lower) > 6000:
             return
         bound_us = self._model.bound_us
         answer = solve_milp(
@@ -133,9 +132,8 @@ class Bounding:
             self._rank()
         elif self._rerank:
             before = {point for copies in self._chosen for point in self._sample(copies)}
-            candidates = self.params.bounding.candidates
-            self._ranked[:candidates] = sorted(
-                self._ranked[:candidates],
+            self._ranked[:4] = sorted(
+                self._ranked[:4],
                 key=lambda copies: (
                     -self._relax(before.union(self._sample(copies)), self._path_cuts(quick=True))
                 ),
@@ -168,12 +166,12 @@ class Bounding:
                 copies = [op for op in run.copies(offset) if op in over]
                 if len(copies) > 1:
                     classes.append(copies)
-        least = self.params.bounding.min_block_share * len(over)
+        least = self.params.min_block_share * len(over)
         return [] if sum(map(len, classes)) < least else classes
 
     def _sample(self, copies: list[int]) -> list[int]:
         """Evenly spaced copies, including the first and the last."""
-        count = self.params.bounding.samples
+        count = 4
         if len(copies) <= count:
             return copies
         return [copies[i * (len(copies) - 1) // (count - 1)] for i in range(count)]

@@ -27,9 +27,12 @@ from numpy.typing import NDArray
 from coop_plan.planner.exact.model.milp import INFINITY, Milp, Relaxation
 from coop_plan.planner.exact.model.separation import RelaxedSolution, most_violated
 from coop_plan.planner.exact.model.timepoint import TimePointModel
-from coop_plan.planner.exact.params import DEFAULTS, PathCutParams
+from coop_plan.planner.exact.params import DEFAULTS
 
 Vector = NDArray[np.float64]
+
+MAX_CUTS = 3000
+"""Maximum number of cuts added before the relaxation is solved again."""
 
 Relax = Callable[[Milp, float, float, Relaxation | None], Relaxation]
 """Signature of `SolverProcess.relax` and of its counterpart in the bounding process."""
@@ -55,11 +58,11 @@ class Path:
 class PathCuts:
     """Cuts found so far; they hold for every model with their time points.
 
-    `quick` trades the quality of the bound for speed, to compare models; `rounds` limits the number
-    of relaxations solved.
+    Cuts are added from `min_violation` on. `quick` trades the quality of the bound for speed, to
+    compare models; `rounds` limits the number of relaxations solved.
     """
 
-    params: PathCutParams = DEFAULTS.path_cuts
+    min_violation: float = DEFAULTS.min_violation
     paths: list[Path] = field(default_factory=list)
     quick: bool = False
     rounds: int | None = None
@@ -81,11 +84,16 @@ class PathCuts:
             _add(relaxed, model, path)
         bound = -INFINITY
         last: Relaxation | None = None
-        precision = self.params.quick_precision if self.quick else self.params.precision
+        # (relative accuracy of the relaxation, least relative gain of a round): a round that gains
+        # less moves on to the next pair; after the last one separation ends. Bounds are valid at
+        # any accuracy.
+        precision = [(1e-2, 2e-2), (3e-3, 5e-3), (1e-3, 5e-4), (1e-3, 5e-4)]
+        if self.quick:
+            precision = [(1e-2, 2e-2)] * 2
         stalled = 0
         solved = 0
-        columns = len(model.milp.lower)
-        simplex = model.transfers is not None and columns <= self.params.simplex_columns
+        # PDLP is slow with transfers.
+        simplex = model.transfers is not None and len(model.milp.lower) <= 60_000
         while stalled < len(precision) and time.monotonic() < deadline:
             solved += 1
             accuracy, progress = precision[stalled]
@@ -101,7 +109,7 @@ class PathCuts:
             last = answer
             if solved == self.rounds:
                 break
-            found = _violated(model, answer.values, set(self.paths), deadline, self.params)
+            found = _violated(model, answer.values, set(self.paths), deadline, self.min_violation)
             for path in found:
                 _add(relaxed, model, path)
             self.paths += found
@@ -110,8 +118,9 @@ class PathCuts:
             if not found or not gained:
                 stalled += 1
         if last is not None and last.values is not None:
-            values, loose = last.values, self.params.min_violation
-            self.paths = [path for path in self.paths if _slack(model, path, values) < loose]
+            slack = [_slack(model, path, last.values) for path in self.paths]
+            kept = zip(self.paths, slack, strict=True)
+            self.paths = [path for path, value in kept if value < self.min_violation]
         for path in self.paths:
             _add(model.milp, model, path)
         return bound
@@ -167,15 +176,13 @@ def _violated(
     values: Vector,
     known: Collection[Path],
     deadline: float,
-    params: PathCutParams,
+    min_violation: float,
 ) -> list[Path]:
     """The most violated new cuts over all pairs of time points, the worst first."""
     solution = RelaxedSolution.of(model, values)
     found = []
     for low, start in enumerate(model.points[:-2]):
-        amounts, cuts, tensors = most_violated(
-            solution, low, params.min_violation, params.cuts_per_interval, params.cuts_per_op
-        )
+        amounts, cuts, tensors = most_violated(solution, low, min_violation)
         found += [(-amount, start, cuts[i : i + 2], tensors) for i, amount in enumerate(amounts)]
         if time.monotonic() > deadline:
             break
@@ -188,6 +195,6 @@ def _violated(
             path = replace(path, via_host_copy=_via_host_copy(model, path, values))
         if path not in known:
             chosen.append(path)
-        if len(chosen) == params.cuts_per_round:
+        if len(chosen) == MAX_CUTS:
             break
     return chosen

@@ -78,14 +78,14 @@ class RelaxedSolution(NamedTuple):
 
 @njit
 def most_violated(
-    s: RelaxedSolution, low: int, min_violation: float, per_interval: int, per_op: int
+    s: RelaxedSolution, low: int, min_violation: float
 ) -> tuple[Vector, IntTable, Ints]:
     """Most violated cuts that begin at time point number `low`, for each later time point.
 
-    The number of cuts per interval and per op at the end of a path is limited (see
-    `PathCutParams`). Returned are the violation of each cut (above `min_violation`); rows (later
-    time point, 1 if a first run needs the tensor, start of its path), with a last row that ends the
-    last path; and the tensors of all paths.
+    Between two time points at most 160 paths are followed, and at most two cuts end at one op.
+    Returned are the violation of each cut (above `min_violation`); rows (later time point, 1 if a
+    first run needs the tensor, start of its path), with a last row that ends the last path; and the
+    tensors of all paths.
     """
     count, n, tensors = s.points.size, s.rerun.shape[1], s.producer.size
     start = s.points[low]
@@ -136,7 +136,7 @@ def most_violated(
         # Follow the bottlenecks from the most violated tensors to the op that ends each path.
         ending[:] = 0
         order = np.argsort(priority[:candidates], kind="mergesort")
-        for i in order[: 4 * per_interval]:
+        for i in order[:160]:
             begin = length
             t = needy[i]
             first = 1 if s.first[high, t] else 0
@@ -148,7 +148,7 @@ def most_violated(
                 maker = s.producer[t]
                 t = bottleneck[maker] if 0 <= maker < start else -1
             ending[first, maker] += 1
-            if ending[first, maker] > per_op:
+            if ending[first, maker] > 2:
                 length = begin
                 continue
             if found + 1 == len(cuts):

@@ -35,7 +35,6 @@ from coop_plan.planner.exact.model.milp import INFINITY, Milp, Terms
 from coop_plan.planner.exact.model.overwriting import Overwriting
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.transfers import Transfers
-from coop_plan.planner.exact.params import DEFAULTS, ModelParams
 
 COST_SCALE = 1e4
 """Base cost in a model's units, chosen far above solver tolerances."""
@@ -65,7 +64,6 @@ class TimePointModel:
     capacity: int
     points: list[int]
     cuts: Collection[tuple[int, int]] = ()
-    params: ModelParams = DEFAULTS.model
     ordered: bool = False
     deadline: float | None = None
     milp: Milp = field(default_factory=Milp)
@@ -289,7 +287,7 @@ class TimePointModel:
         terms = [(column, weight / unit) for column, weight in weights.items()]
         room = self.capacity - fixed
         exact = milp.row(terms, -INFINITY, room / unit + ROUNDING)
-        rounded = milp.rounded_rows(weights, room, self.params.finest_rounding)
+        rounded = milp.rounded_rows(weights, room, finest=40)
         self.memory.append([exact, *rounded])
 
     def _working_sets(self, k: int) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import OUTSIDE, PlacedSchedule, Schedule
-from coop_plan.planner.exact.params import DEFAULTS, GuidedReplanParams
 from coop_plan.planner.heuristic.eviction_run import Settings
 from coop_plan.planner.heuristic.portfolio import Portfolio
 from coop_plan.planner.method import Request
@@ -20,13 +19,7 @@ from coop_plan.planner.method import Request
 class GuidedReplan:
     """Keeps the kernel's arrays and best run between re-plans."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        request: Request,
-        params: GuidedReplanParams = DEFAULTS.guided_replan,
-    ) -> None:
-        self._params = params
+    def __init__(self, problem: Problem, request: Request) -> None:
         self._portfolio = Portfolio(problem, replace(request, progress=None))
 
     def replan(self, plan: Schedule, cost_limit_us: float) -> PlacedSchedule | None:
@@ -35,8 +28,8 @@ class GuidedReplan:
         portfolio.best.cost_us = min(portfolio.best.cost_us, cost_limit_us)
         before = portfolio.best.found
         weight = self._weights(plan)
-        for share in self._params.arenas:
-            for alpha in self._params.alphas:
+        for share in (1.04, 1.02, 1.01, 1.0, 0.99, 0.98, 0.97, 0.95, 0.93):
+            for alpha in (1.0, 0.25):
                 if portfolio.request.out_of_time():
                     break
                 settings = Settings(weight, alpha, cap=False, foresee=False)
@@ -49,7 +42,7 @@ class GuidedReplan:
     def _weights(self, plan: Schedule) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Weight per row entry of `Arrays.uses`: low if `plan` recomputes the tensor for it."""
         problem, arrays = plan.problem, self._portfolio.arrays
-        weight = np.full(arrays.uses.size + 1, self._params.kept_weight)
+        weight = np.full(arrays.uses.size + 1, 1e3)
         # Tensor → event of its production or last use in program order.
         last_access: dict[int, int] = {}
         seen: set[int] = set()
@@ -60,7 +53,7 @@ class GuidedReplan:
             for t, buffer in zip(problem.op_inputs[op], plan.reads(event), strict=True):
                 if buffer != OUTSIDE and plan.first[buffer] > last_access[t]:
                     slot = int(arrays.uses_ptr[t]) + problem.consumers[t].index(op)
-                    weight[slot] = self._params.evicted_weight
+                    weight[slot] = 1e-3
                 last_access[t] = event
             for t in problem.makes[op]:
                 last_access[t] = event

@@ -12,16 +12,24 @@ from dataclasses import replace
 
 from coop_plan.planner.exact.model.milp import Answer, Milp, Outcome
 from coop_plan.planner.exact.model.timepoint import ROUNDING, TimePointModel
-from coop_plan.planner.exact.params import DEFAULTS, LnsParams
 from coop_plan.planner.exact.solver.process import SolverProcess
+
+STEP_SECONDS = 3.0
+"""Time limit of one neighbourhood, s."""
+
+RELATIVE_GAP = 1e-3
+"""Relative gap to which a neighbourhood is solved."""
+
+FIRST_WIDTH = 0.12
+"""Initial share of the program in a neighbourhood."""
 
 
 class Neighbourhoods:
     """Draws neighbourhoods; each of the three kinds adapts its own width."""
 
-    def __init__(self, seed: int, params: LnsParams = DEFAULTS.lns) -> None:
-        self.rng, self.params = random.Random(seed), params  # noqa: S311  (no secret)
-        self.widths = [params.first_width] * 3
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)  # noqa: S311  (no secret)
+        self.widths = [FIRST_WIDTH] * 3
         self._kind = 0
 
     def next(self, model: TimePointModel, values: list[float]) -> Milp:
@@ -43,7 +51,7 @@ class Neighbourhoods:
         segments = range(max(0, k - near), min(len(model.points), k + near + 1))
         columns = model.x[k].items()
         here = (t for t, c in columns if c is None or values[c] > 0.5)
-        most = width / self.params.first_width
+        most = width / FIRST_WIDTH
         ops = {model.program.problem.producer[t] for t in here if self.rng.random() < most}
         return neighbourhood(model, values, ops, segments, segments)
 
@@ -55,26 +63,24 @@ class Neighbourhoods:
     def adapt(self, outcome: Outcome) -> None:
         """Widen if the solve ended by itself, narrow if it hit a limit."""
         ended = outcome in (Outcome.OPTIMAL, Outcome.INFEASIBLE)
-        step = self.params.widen if ended else self.params.narrow
-        width = self.widths[self._kind] * step
-        self.widths[self._kind] = min(self.params.max_width, max(self.params.min_width, width))
+        width = self.widths[self._kind] * (1.1 if ended else 0.7)
+        self.widths[self._kind] = min(0.7, max(0.04, width))
 
 
 def improve_by_lns(
-    process: SolverProcess,
-    model: TimePointModel,
-    answer: Answer,
-    deadline: float,
-    params: LnsParams = DEFAULTS.lns,
+    process: SolverProcess, model: TimePointModel, answer: Answer, deadline: float
 ) -> Answer:
-    """The answer or a better one, of the same bound. `deadline` is a `time.monotonic` value, s."""
-    neighbourhoods = Neighbourhoods(0, params)
+    """The answer or a better one, of the same bound. `deadline` is a `time.monotonic` value, s.
+
+    Ends after a dozen neighbourhoods without improvement.
+    """
+    neighbourhoods = Neighbourhoods(0)
     best, failures = answer, 0
-    while failures < params.patience and time.monotonic() < deadline:
+    while failures < 12 and time.monotonic() < deadline:
         assert best.values is not None
         part = neighbourhoods.next(model, best.values)
-        until = min(deadline, time.monotonic() + params.step_seconds)
-        found = process.solve(part, until, relative_gap=params.relative_gap)
+        until = min(deadline, time.monotonic() + STEP_SECONDS)
+        found = process.solve(part, until, relative_gap=RELATIVE_GAP)
         neighbourhoods.adapt(found.outcome)
         failures += 1
         if found.values is not None and found.objective < best.objective - 1e-9:

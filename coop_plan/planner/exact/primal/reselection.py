@@ -17,8 +17,8 @@ class Reselection:
     capacity, then by cost.
     """
 
-    def __init__(self, program: Program, capacity: int, rounds: int = 3) -> None:
-        self.program, self.capacity, self.rounds = program, capacity, rounds
+    def __init__(self, program: Program, capacity: int) -> None:
+        self.program, self.capacity = program, capacity
 
     def evaluate(self, schedule: Schedule) -> tuple[int, float]:
         """Bytes above the capacity, summed over all events, and the cost (µs)."""
@@ -26,9 +26,9 @@ class Reselection:
         return int(over[over > 0].sum()), schedule.cost_us
 
     def improve(self, best: Schedule, stop: Callable[[], bool] = lambda: False) -> Schedule:
-        """Local optimum of single changes, the best at each event; at most `rounds` passes."""
+        """Local optimum of single changes, the best at each event; at most three passes."""
         score = self.evaluate(best)
-        for _ in range(self.rounds):
+        for _ in range(3):
             before, event = score, 0
             while event < len(best) and not stop():
                 found = best

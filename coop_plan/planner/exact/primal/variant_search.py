@@ -29,13 +29,17 @@ from coop_plan.planner.core.memory_bounds import (
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, Schedule
 from coop_plan.planner.exact.incumbent import Incumbent
-from coop_plan.planner.exact.model.milp import INFINITY, Answer, Outcome
+from coop_plan.planner.exact.model.milp import INFINITY, Answer, Milp, Outcome
 from coop_plan.planner.exact.model.point_selection import worst_of_groups
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.model.variants import fix_variants, restore_variants
-from coop_plan.planner.exact.params import DEFAULTS as EXACT
-from coop_plan.planner.exact.primal.lns import Neighbourhoods, overfull_segments
+from coop_plan.planner.exact.primal.lns import (
+    RELATIVE_GAP,
+    STEP_SECONDS,
+    Neighbourhoods,
+    overfull_segments,
+)
 from coop_plan.planner.exact.primal.readout import (
     NotRecomputableError,
     Overflow,
@@ -45,13 +49,18 @@ from coop_plan.planner.exact.primal.readout import (
 from coop_plan.planner.exact.primal.reselection import Reselection
 from coop_plan.planner.exact.primal.warm_start import warm_start
 from coop_plan.planner.exact.solver.process import SolverProcess
-from coop_plan.planner.exact.variant_params import DEFAULTS, VariantParams
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
 from coop_plan.planner.method import Request
 from coop_plan.planner.placement.layout import WORK, lay_out
 
 NO_TIME_LIMIT = 1e6
 """Solver time limit without a deadline, s: work is counted instead."""
+
+SMALL_OPS = 60
+"""Up to this many ops every op is a time point; programs are solved with a limit only."""
+
+MAX_POINTS = 90
+"""Maximum number of time points of the program."""
 
 
 def solver_installed() -> bool:
@@ -65,10 +74,8 @@ class VariantSearch:
     `incumbent` has the cheapest schedule with a layout, and the bound of program order.
     """
 
-    def __init__(
-        self, problem: Problem, request: Request, params: VariantParams = DEFAULTS
-    ) -> None:
-        self.problem, self.request, self.params = problem, request, params
+    def __init__(self, problem: Problem, request: Request) -> None:
+        self.problem, self.request = problem, request
         self.program = Program.of(problem, variants=True)
         self.capacity = problem.rounded(request.arena_bytes)
         self.incumbent = Incumbent(problem, request.arena_bytes, request.progress)
@@ -77,14 +84,15 @@ class VariantSearch:
         self._solved_exactly = False  # every op a time point: nothing left to refine
         self._working_set = working_sets(problem).first
         self._room = [self.capacity - held for held in resident_output_bytes(problem)]
-        self.points = self._first_points(params.bound_points)
+        # Few time points at first, as a program solved to optimality bounds better.
+        self.points = self._first_points(12)
         self.cuts = frozenset[tuple[int, int]]()
         self._overfull: Schedule | None = None
 
     def _first_points(self, count: int) -> list[int]:
         """The op with the largest working set of each of `count` groups of ops over capacity."""
         variants = self.problem.variants
-        if self.program.n <= self.params.small_ops:
+        if self.program.n <= SMALL_OPS:
             return list(range(self.program.n + 1))
         smallest = [self._smallest(numbers) for numbers in self.program.choices]
         cheapest = self._consistent([numbers[0] for numbers in self.program.choices])
@@ -131,10 +139,10 @@ class VariantSearch:
         """Starts by rule, those that fit most often first."""
         choices = self.program.choices
         yield self._consistent([self._smallest(variants) for variants in choices])
-        yield self._no_larger(self.params.size_shares[0])
+        yield self._no_larger(0.5)
         yield self._consistent([min(variants, key=self._tensor_bytes) for variants in choices])
-        for share in self.params.size_shares[1:]:
-            yield self._no_larger(share)
+        yield self._no_larger(1.0)
+        yield self._no_larger(0.25)
 
     def _no_larger(self, share: float) -> list[int]:
         """The cheapest variants whose working set is at most this share of their room."""
@@ -181,9 +189,7 @@ class VariantSearch:
         """Re-select the variants of runs; None if the runs are no schedule."""
         try:
             schedule = Schedule.of(self.program.problem, runs)
-            return Reselection(self.program, capacity, self.params.reselection_rounds).improve(
-                schedule, self.request.out_of_time
-            )
+            return Reselection(self.program, capacity).improve(schedule, self.request.out_of_time)
         except NoScheduleError:
             return None
 
@@ -202,7 +208,7 @@ class VariantSearch:
         changes = [v for variants in self.program.choices if len(variants) > 1 for v in variants]
         attempts = unchanged = 0
         for variant in itertools.cycle(changes):
-            if attempts >= self.params.exchanges or unchanged >= len(changes) or self._done():
+            if attempts >= 24 or unchanged >= len(changes) or self._done():
                 break
             unchanged += 1
             other = self._exchange(chosen, variant)
@@ -237,10 +243,6 @@ class VariantSearch:
             return time.monotonic() + NO_TIME_LIMIT
         return min(time.monotonic() + seconds, deadline)
 
-    @property
-    def _node_limit(self) -> int:
-        return 0 if self._timed else self.params.nodes
-
     def run(self, *, prove: bool = False) -> None:
         """Search until the deadline or the work limit; with `prove`, raise the bound first.
 
@@ -251,20 +253,19 @@ class VariantSearch:
             raise DoesNotFitError(working_set_bound(self.problem).op)
         any_schedule = self.request.any_schedule
         solver = solver_installed()
-        if not self._timed and (any_schedule or self.program.n <= self.params.small_ops):
+        if not self._timed and (any_schedule or self.program.n <= SMALL_OPS):
             solver = False
         best = list(range(self.program.n))
         if any_schedule or not solver:  # starting a solver process takes longer
             rules = self._rule_starts()
             if any_schedule:
-                rules = itertools.islice(rules, self.params.quick_rules)
+                rules = itertools.islice(rules, 3)
             best = self._run_starts(rules)
         if not (self.incumbent.proved or (any_schedule and self.incumbent.placed is not None)):
             if solver:
-                params = replace(EXACT.solver, grace_seconds=EXACT.solver.grace_seconds + 0.5)
-                with SolverProcess(params) as process:
+                with SolverProcess(grace_seconds=0.8) as process:
                     self._run_with_solver(process, prove)
-            elif not any_schedule or self.program.n <= self.params.small_ops:
+            elif not any_schedule or self.program.n <= SMALL_OPS:
                 self._hill_climb(best)
         if self.incumbent.placed is None:
             raise DoesNotFitError(working_set_bound(self.problem).op)
@@ -297,7 +298,7 @@ class VariantSearch:
         if self.request.any_schedule and self.incumbent.placed is not None:
             return
         self._run_starts(self._rule_starts())
-        small = self.program.n <= self.params.small_ops
+        small = self.program.n <= SMALL_OPS
         # Without a time limit a large program may take minutes to prove that nothing fits.
         if prove or small or self._timed:
             self._refine(process, model, until_placed=not (prove or small))
@@ -320,22 +321,22 @@ class VariantSearch:
 
         With a deadline this takes a share of the time left, repeated until there is a schedule.
         """
-        until, tight = self._time_share(self.params.bound_share), False
+        until, tight = self._time_share(0.4), False
         while not self._done():
             found = self.incumbent.placed is not None
             if not found:
-                until = self._time_share(self.params.bound_share)
+                until = self._time_share(0.4)
             elif until_placed or time.monotonic() >= until:
                 return
-            gap = EXACT.lns.relative_gap
+            gap = RELATIVE_GAP
             if found and self._timed and not tight:
-                gap = max(gap, self.params.gap_share * self.incumbent.gap)
-            each = self._time_share(self.params.solve_share) if found else until
+                gap = max(gap, 0.2 * self.incumbent.gap)
+            each = self._time_share(0.2) if found else until
             ended = self._solve(process, model, min(until, each), gap)
             if self.incumbent.placed is not None and not (ended and self._timed):
                 return
             if self._is_current(model, self.capacity):
-                if tight or gap <= EXACT.lns.relative_gap:
+                if tight or gap <= RELATIVE_GAP:
                     return
                 tight = True
             else:
@@ -350,9 +351,8 @@ class VariantSearch:
         self, process: SolverProcess, model: TimePointModel, until: float, gap: float
     ) -> bool:
         """Solve the program, raise the bound, read the solution out; True if it is optimal."""
-        exact = self.program.n <= self.params.small_ops
-        gap = 0.0 if exact else gap
-        answer = process.solve(model.milp, until, relative_gap=gap, nodes=self._node_limit)
+        exact = self.program.n <= SMALL_OPS
+        answer = self._answer(process, model.milp, until, 0.0 if exact else gap)
         self.incumbent.prove(model.bound_us(answer.bound))
         ended = answer.outcome is Outcome.OPTIMAL
         values = answer.values
@@ -360,6 +360,11 @@ class VariantSearch:
             self._plan_start(self._consistent(model.chosen(values)))
         self._solved_exactly |= exact and ended and self._is_current(model, self.capacity)
         return ended
+
+    def _answer(self, process: SolverProcess, milp: Milp, until: float, gap: float) -> Answer:
+        """Solve a program by then; without a time limit, within 20 nodes."""
+        nodes = 0 if self._timed else 20
+        return process.solve(milp, until, relative_gap=gap, nodes=nodes)
 
     def _read_schedule(self, model: TimePointModel, values: list[float], capacity: int) -> bool:
         """Read out, re-select and place a solution; refine the program if the readout overflows."""
@@ -390,7 +395,7 @@ class VariantSearch:
                 again[o.position, o.op] = max(o.excess, again.get((o.position, o.op), 0))
             elif o.op not in self.points:
                 new[o.op] = o.excess
-        count = self.params.points_per_round
+        count = 4  # time points, or cuts, of a round
         if not new:
             cuts = {pair: excess for pair, excess in again.items() if pair not in self.cuts}
             self.cuts |= {*sorted(cuts, key=lambda p: cuts[p])[-count:]}
@@ -400,19 +405,18 @@ class VariantSearch:
                 point = position if position not in self.points else position - 1
                 if point >= 0 and point not in self.points:
                     new[point] = max(again[position, op], new.get(point, 0))
-        if len(self.points) < self.params.max_points:
+        if len(self.points) < MAX_POINTS:
             self.points = sorted({*self.points, *sorted(new, key=lambda op: new[op])[-count:]})
 
     def _promising(self, model: TimePointModel, answer: Answer) -> list[float] | None:
         """Values of a solution that may improve the best schedule after re-selection."""
-        limit = self.incumbent.cost_us * (1 + self.params.max_read_excess)
+        limit = self.incumbent.cost_us * 1.01
         return answer.values if model.bound_us(answer.objective) <= limit else None
 
     def _repair_overfull(self, process: SolverProcess, schedule: Schedule) -> None:
         """Solve neighbourhoods around overfull segments until the schedule fits."""
-        params = self.params
-        neighbourhoods, lns = Neighbourhoods(0), EXACT.lns
-        for _ in range(params.repair_rounds):
+        neighbourhoods = Neighbourhoods(0)
+        for _ in range(40):
             model = self._model(self.capacity, ordered=True)
             values = warm_start(model, schedule)
             overfull = overfull_segments(model, values)
@@ -420,8 +424,7 @@ class VariantSearch:
                 return
             worst = max(overfull, key=lambda k: overfull[k])
             part = neighbourhoods.near_segment(model, values, worst)
-            until = self._until(lns.step_seconds)
-            answer = process.solve(part, until, relative_gap=lns.relative_gap)
+            answer = self._answer(process, part, self._until(STEP_SECONDS), RELATIVE_GAP)
             found = self._promising(model, answer)
             if found is not None:
                 self._overfull = None
@@ -435,26 +438,22 @@ class VariantSearch:
 
     def _search(self, process: SolverProcess) -> None:
         """Solve neighbourhoods of the best schedule until the deadline or the work limit."""
-        params = self.params
-        self.points = sorted({*self.points, *self._first_points(params.points)})
-        neighbourhoods, lns = Neighbourhoods(self.request.seed), EXACT.lns
+        self.points = sorted({*self.points, *self._first_points(30)})
+        neighbourhoods = Neighbourhoods(self.request.seed)
         model = None
         for count in itertools.count():
             best = self.incumbent.placed
             if best is None or self._done():
                 return
-            if not self._timed and count >= params.neighbourhoods:
+            if not self._timed and count >= 8:
                 return
-            margin = min(params.max_margin, params.margin * self._failed_layouts)
+            margin = min(0.04, 0.002 * self._failed_layouts)
             capacity = int(self.capacity * (1 - margin))
             if model is None or not self._is_current(model, capacity):
                 model = self._model(capacity, ordered=True)
             values = warm_start(model, self.program.versions.of_original(best.schedule))
             part = neighbourhoods.next(model, values)
-            until = self._until(lns.step_seconds)
-            answer = process.solve(
-                part, until, relative_gap=lns.relative_gap, nodes=self._node_limit
-            )
+            answer = self._answer(process, part, self._until(STEP_SECONDS), RELATIVE_GAP)
             neighbourhoods.adapt(answer.outcome)
             found = self._promising(model, answer)
             if found is not None:

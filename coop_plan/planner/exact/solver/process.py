@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
 
 from coop_plan.planner.exact.model.milp import INFINITY, Answer, Milp, Outcome, Relaxation
-from coop_plan.planner.exact.params import DEFAULTS, SolverParams
 from coop_plan.planner.exact.solver.jobs import (
     Failure,
     Job,
@@ -56,10 +55,10 @@ class Child:
     It starts at the first message. Leaving the context kills it.
     """
 
-    def __init__(self, module: str, params: SolverParams) -> None:
+    def __init__(self, module: str) -> None:
         require("ortools")
-        # -P: no module is imported from the current folder.
-        self._command = [sys.executable, "-P", "-m", module, str(params.memory_bytes)]
+        # -P: no module is imported from the current folder. The address space is limited to 8 GiB.
+        self._command = [sys.executable, "-P", "-m", module, str(8 << 30)]
         self._process: subprocess.Popen[bytes] | None = None
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
 
@@ -122,13 +121,13 @@ class Child:
 class SolverProcess(Child):
     """Solver process; every job has a deadline (a `time.monotonic` value, s) at which it is killed.
 
-    A process that dies or is killed gives no result. All methods raise SolverError if the process
-    raised an exception.
+    A process that dies or is killed gives no result. `grace_seconds` are between a solver's own
+    limit and the kill. All methods raise SolverError if the process raised an exception.
     """
 
-    def __init__(self, params: SolverParams = DEFAULTS.solver) -> None:
-        super().__init__("coop_plan.planner.exact.solver.worker", params)
-        self._grace_seconds = params.grace_seconds
+    def __init__(self, grace_seconds: float = 0.3) -> None:
+        super().__init__("coop_plan.planner.exact.solver.worker")
+        self._grace_seconds = grace_seconds
 
     def solve(
         self,

@@ -29,6 +29,30 @@ from coop_plan.planner.search.compute.sequence import (
     set_sequence,
 )
 
+MIN_SAVING = 1e-4
+"""Least saving, as a share of the incumbent's cost, for which a layout is tried."""
+
+LIMIT_REDUCTION = 4e-3
+"""Reduction of the limit on live bytes after a failed layout, as a share of it."""
+
+START_DIVISOR = 3
+"""Divisor of the steps of searches that start from a known schedule."""
+
+PENALTY = 5.0
+"""Least penalty weight, in base costs per unit of memory excess."""
+
+
+def fixed_length(events: int, effort: float, divisor: int = 1) -> tuple[int, float]:
+    """Steps of an annealing without a deadline, over `divisor`, and its initial temperature.
+
+    A step's time grows with the square root of the events. So the steps times that root are at most
+    `effort`. With fewer than 20 steps an event the annealing begins colder, since they would not
+    undo the moves of a high temperature. It is in mean costs of an op.
+    """
+    least, most = min(28_000, 400 * events), int(effort / math.sqrt(events))
+    steps = max(1, min(max(least, 25 * events), most) // divisor)
+    return steps, 0.4 * min(1.0, steps / events / 20.0)
+
 
 class SequenceAnnealing:
     """Improves the incumbent of a portfolio, starting from `sequence`.
@@ -38,110 +62,106 @@ class SequenceAnnealing:
     """
 
     def __init__(self, portfolio: Portfolio, sequence: Ints, deadline: float = math.inf) -> None:
-        params = portfolio.params
-        self.portfolio, self.params = portfolio, params.sequence_annealing
+        self.portfolio = portfolio
         self.feasible = sequence  # last sequence within the limit
         self.deadline = deadline
         self.random = np.random.default_rng(portfolio.request.seed)
-        max_events = self.params.event_factor * sequence.size + self.params.extra_events
+        max_events = 2 * sequence.size + 2000
         self.program = to_program(portfolio.arrays)
-        moves = params.moves
+        moves = portfolio.params.moves
         if "reorder" in portfolio.request.off:
             moves = replace(moves, first_run_chance=0.0)
         self.state = new_state(portfolio.problem, max_events, moves)
         found = portfolio.best.found
         self.settings = portfolio.settings[0] if found is None else found.settings
-        self.pace = self.params.initial_pace  # steps a second
+        self.pace = 1000.0  # steps a second, before a measurement
         self.layout_seconds = 0.0
         self.layout_work = WORK
         self.limit = portfolio.request.arena_bytes  # on live bytes
 
     def run(self, enough: Callable[[], bool]) -> None:
         """Anneal until the deadline or until `enough` returns True."""
-        params, portfolio, state = self.params, self.portfolio, self.state
+        portfolio, state = self.portfolio, self.state
         set_sequence(state, self.feasible)
         base = portfolio.problem.base_cost_us
-        temperature = params.temperature * base / portfolio.problem.op_count
-        penalty = params.penalty
+        temperature = 0.4 * base / portfolio.problem.op_count
+        penalty = PENALTY
         chunks = infeasible_streak = 0
         begin = time.monotonic()
-        while (now := time.monotonic()) < self.deadline and not (
-            chunks % params.check_chunks == 0 and enough()
-        ):
-            cooled = ((self.deadline - now) / (self.deadline - begin)) ** params.cooling
-            steps = max(1, int(params.chunk_seconds * self.pace))
+        while (now := time.monotonic()) < self.deadline and not (chunks % 64 == 0 and enough()):
+            cooled = ((self.deadline - now) / (self.deadline - begin)) ** 2
+            steps = max(1, int(0.01 * self.pace))
             cost, excess = self._search(steps, temperature * cooled, penalty * base)
-            # Steps a second, as a moving average, so that a chunk takes about `chunk_seconds`.
-            self.pace += params.pace_share * (steps / max(time.monotonic() - now, 1e-6) - self.pace)
+            # Steps a second, as a moving average, so that a chunk takes about 10 ms.
+            self.pace += 0.2 * (steps / max(time.monotonic() - now, 1e-6) - self.pace)
             if excess > 0:
-                penalty *= params.penalty_growth
+                penalty *= 1.01
                 infeasible_streak += 1
-                if infeasible_streak > params.patience:
+                if infeasible_streak > 50:
                     set_sequence(state, self.feasible)
             else:
                 infeasible_streak = 0
                 self.feasible = current_sequence(state)
-                penalty = max(params.penalty, penalty / params.penalty_decay)
+                penalty = max(PENALTY, penalty / 1.007)
                 # Layouts take at most a share of the time, less of it while the temperature is
                 # high.
-                saves = cost < portfolio.best.cost_us * (1 - params.min_saving)
-                allowed_seconds = params.layout_share * (1 - cooled) * (time.monotonic() - begin)
+                saves = cost < portfolio.best.cost_us * (1 - MIN_SAVING)
+                allowed_seconds = 0.3 * (1 - cooled) * (time.monotonic() - begin)
                 if saves and self.layout_seconds < allowed_seconds:
                     now = time.monotonic()
                     work = int(max(0.0, self.deadline - now) * WORK_PER_SECOND)
                     if not self._place(min(self.layout_work, work)):
-                        self.layout_work = min(params.max_layout_work, 2 * self.layout_work)
+                        self.layout_work = min(500_000_000, 2 * self.layout_work)
                     self.layout_seconds += time.monotonic() - now
-            if chunks % params.report_chunks == 0:
+            if chunks % 16 == 0:
                 portfolio.report(None)
             chunks += 1
 
     def run_fixed_length(self, divisor: int = 1) -> None:
         """Anneal once, for a number of steps that depends on the events alone, over `divisor`."""
-        params, portfolio, state = self.params, self.portfolio, self.state
+        portfolio, state = self.portfolio, self.state
         set_sequence(state, self.feasible)
         base = portfolio.problem.base_cost_us
-        penalty, chunks, events = params.penalty, params.fixed_chunks, max(1, self.feasible.size)
-        total, temperature = params.fixed_length(events, divisor)
+        penalty, chunks, events = PENALTY, 40, max(1, self.feasible.size)
+        total, temperature = fixed_length(events, portfolio.params.annealing_effort, divisor)
         steps = -(-total // chunks)
         temperature *= base / portfolio.problem.op_count
-        layouts = max(1, min(chunks, params.fixed_layout_events // events))
+        layouts = max(1, min(chunks, 100_000 // events))
         for chunk in range(chunks):
-            cooled = (1 - chunk / chunks) ** params.cooling
+            cooled = (1 - chunk / chunks) ** 2
             cost, excess = self._search(steps, temperature * cooled, penalty * base)
             if excess > 0:
-                penalty *= params.fixed_penalty_growth
+                penalty *= 1.5
                 continue
             self.feasible = current_sequence(state)
             last = chunk + 1 == chunks
             due = last or (chunk + 1) % -(-chunks // layouts) == 0
-            due = due and cost < portfolio.best.cost_us * (1 - params.min_saving)
-            worth = last and cost < portfolio.best.cost_us * (1 - params.min_search_saving)
+            due = due and cost < portfolio.best.cost_us * (1 - MIN_SAVING)
+            worth = last and cost < portfolio.best.cost_us * (1 - 1e-3)
             if due and not self._place(WORK if worth else 0):
-                self.limit -= int(params.limit_reduction * self.limit)
+                self.limit -= int(LIMIT_REDUCTION * self.limit)
             if portfolio.request.out_of_time():
                 return
 
     def find_feasible(self) -> None:
         """Search, at zero temperature, for a sequence that fits, from one that does not."""
-        params, state, events = self.params, self.state, max(1, self.feasible.size)
+        state, events = self.state, max(1, self.feasible.size)
         set_sequence(state, self.feasible)
-        penalty = params.feasibility_penalty * self.portfolio.problem.base_cost_us
-        steps = min(params.feasibility_steps, params.feasibility_steps_per_event * events)
-        most_layouts = params.feasibility_layouts
+        penalty = 50.0 * self.portfolio.problem.base_cost_us
+        steps, most_layouts, chunks = min(10_000, 100 * events), 3, 20
         if self.portfolio.request.larger is not None:
-            steps, most_layouts = steps // self.portfolio.params.start_divisor, 1
+            steps, most_layouts = steps // START_DIVISOR, 1
         layouts = stalled = 0
         least_excess = math.inf
-        for _ in range(params.feasibility_chunks):
-            _, excess = self._search(-(-steps // params.feasibility_chunks), 0.0, penalty)
+        for _ in range(chunks):
+            _, excess = self._search(-(-steps // chunks), 0.0, penalty)
             if excess == 0:
                 layouts += 1
                 if self._place(WORK) or layouts == most_layouts:
                     return
             stalled = 0 if excess < least_excess or excess == 0 else stalled + 1
             least_excess = min(least_excess, excess)
-            if stalled == params.feasibility_patience or self.portfolio.request.out_of_time():
+            if stalled == 6 or self.portfolio.request.out_of_time():
                 break
         self.portfolio.offer(self._candidate())
 
@@ -158,7 +178,7 @@ class SequenceAnnealing:
 
         `work` is the layout search effort if the greedy layout does not fit.
         """
-        params, portfolio, arena = self.params, self.portfolio, self.portfolio.request.arena_bytes
+        portfolio, arena = self.portfolio, self.portfolio.request.arena_bytes
         found = self._candidate()
         run, blocks = found.run, found.blocks
         lower, upper, size = blocks.lower, blocks.upper, blocks.size
@@ -176,7 +196,7 @@ class SequenceAnnealing:
         np.subtract.at(change, upper, size)
         live = change.cumsum()
         event = int(lower[highest] + live[lower[highest] : upper[highest]].argmax())
-        add_margin(self.state, event, int(arena - live[event] + params.margin * arena))
+        add_margin(self.state, event, int(arena - live[event] + 1e-3 * arena))
         return False
 
 
@@ -199,12 +219,11 @@ def reordered(
     if any(problem.touches_overwritten(op) for op in np.flatnonzero(runs > 1).tolist()):
         return None
     portfolio = Portfolio(problem, request)
-    min_saving = portfolio.params.sequence_annealing.min_saving
     portfolio.best.cost_us = cost_us
     bound = bound_us or (lambda: problem.base_cost_us)
     search = SequenceAnnealing(portfolio, sequence, request.deadline)
     with contextlib.suppress(KeyboardInterrupt):  # returns the best so far
-        search.run(lambda: portfolio.best.cost_us * (1 - min_saving) <= bound())
+        search.run(lambda: portfolio.best.cost_us * (1 - MIN_SAVING) <= bound())
     return None if portfolio.best.found is None else portfolio.solution().placed
 
 

@@ -13,7 +13,7 @@ from coop_plan.planner.search.compute.columns import AREA
 from coop_plan.planner.search.compute.edits import accept, eliminate_dead, finish_step, load, store
 from coop_plan.planner.search.compute.moves import move_first_run, propose
 from coop_plan.planner.search.compute.objective import candidate_cost, memory_excess
-from coop_plan.planner.search.compute.repair import repair
+from coop_plan.planner.search.compute.repair import REPAIR_CHANCE, repair
 from coop_plan.planner.search.compute.sequence import SearchState
 
 
@@ -65,7 +65,7 @@ def metropolis(
         accepted = False
         moves_first_run = np.random.random() < s.params.first_run_chance
         if move_first_run(a, s) if moves_first_run else propose(a, s):
-            repair_early = np.random.random() < s.params.repair_chance
+            repair_early = np.random.random() < REPAIR_CHANCE
             for repairs in range(s.params.max_repairs + 1):
                 eliminate_dead(a, s)
                 cost = candidate_cost(a, s, limit)

@@ -12,7 +12,17 @@ from coop_plan.planner.search.compute import columns as c
 from coop_plan.planner.search.compute.edits import insert_ops, move_events, remove_event
 from coop_plan.planner.search.compute.event_list import event_at, length, position_of
 from coop_plan.planner.search.compute.liveness import is_live_at, next_read
+from coop_plan.planner.search.compute.params import MOVE_CHANCE
 from coop_plan.planner.search.compute.sequence import SearchState
+
+MAX_DRAWS = 50
+"""Most random draws of an event until one is (or is not) a first run, as the move requires."""
+
+MAX_MOVE = 60.0
+"""Longest distance of a move, in events; distances are log-uniform."""
+
+USUAL_CHANCE = 0.7
+"""Probability of the usual rate at which inputs are recomputed; otherwise the rare rate applies."""
 
 
 @inner
@@ -27,7 +37,7 @@ def propose(a: Program, s: SearchState) -> bool:
     kind, begin = np.random.random(), np.random.randint(size)
     if kind < p.recompute_chance + p.prefetch_chance:
         return _serve_input(a, s, begin, kind >= p.recompute_chance)
-    for _ in range(p.max_draws):
+    for _ in range(MAX_DRAWS):
         if not _is_first_run(s, begin):
             break
         begin = np.random.randint(size)
@@ -36,9 +46,9 @@ def propose(a: Program, s: SearchState) -> bool:
     kind -= p.recompute_chance + p.prefetch_chance
     if kind < p.convert_chance:
         return _convert(a, s, begin)
-    if kind < p.convert_chance + p.move_chance:
+    if kind < p.convert_chance + MOVE_CHANCE:
         return _move_group(a, s, begin)
-    return _remove_group(a, s, begin, p.remove_more_chance)
+    return _remove_group(a, s, begin)
 
 
 @inlined
@@ -48,7 +58,10 @@ def _is_first_run(s: SearchState, at: int) -> bool:
 
 @inner
 def _serve_input(a: Program, s: SearchState, at: int, by_prefetch: bool) -> bool:
-    """Insert a prefetch of a random input of an event, or a recompute that may lie some earlier."""
+    """Insert a prefetch of a random input of an event, or a recompute.
+
+    That may lie some events earlier: a log-uniform number.
+    """
     op = s.event[event_at(s, at), c.CODE]
     if a.reads_ptr[op] == a.reads_ptr[op + 1]:
         return False
@@ -58,11 +71,11 @@ def _serve_input(a: Program, s: SearchState, at: int, by_prefetch: bool) -> bool
         if s.movable[t] == 0 or position_of(s, s.first_run[maker]) >= at - 1:
             return False
         return insert_prefetch(a, s, t, at)
-    if np.random.random() < s.params.lead_chance:
-        at -= int(s.params.max_lead ** np.random.random())
+    if np.random.random() < 0.5:
+        at -= int(40.0 ** np.random.random())
     if s.recomputable[maker] == 0 or at < 0 or at <= position_of(s, s.first_run[maker]):
         return False
-    return insert_recompute(a, s, maker, at, draw_evicted_chance(s))
+    return insert_recompute(a, s, maker, at, draw_evicted_chance())
 
 
 @inner
@@ -79,17 +92,16 @@ def _convert(a: Program, s: SearchState, at: int) -> bool:
     remove_event(a, s, e)
     if code < a.ops:
         return insert_prefetch(a, s, t, read - 1)
-    return insert_recompute(a, s, maker, read - 1, draw_evicted_chance(s))
+    return insert_recompute(a, s, maker, read - 1, draw_evicted_chance())
 
 
 @inner
 def _move_group(a: Program, s: SearchState, begin: int) -> bool:
     """Move a group of recomputes and markers by a log-uniform distance."""
-    is_group = np.random.random() < s.params.move_group_chance
-    more_chance = s.params.move_more_chance if is_group else 0.0
-    end = _group_end(s, begin, more_chance)
-    distance = int(s.params.max_move ** np.random.random())
-    to = begin + (distance if np.random.random() < s.params.move_later_chance else -distance)
+    is_group = np.random.random() < 0.6
+    end = _group_end(s, begin, 0.8 if is_group else 0.0)
+    distance = int(MAX_MOVE ** np.random.random())
+    to = begin + (distance if np.random.random() < 0.5 else -distance)
     if to < 0 or to > length(s) - (end - begin):
         return False
     # No event may come before its op's first run, whose position shifts if it lies behind the
@@ -109,18 +121,18 @@ def _move_group(a: Program, s: SearchState, begin: int) -> bool:
 def move_first_run(a: Program, s: SearchState) -> bool:
     """Move a random first run within its dependencies; False if it cannot move."""
     begin = c.NONE
-    for _ in range(s.params.max_draws if length(s) > 0 else 0):
+    for _ in range(MAX_DRAWS if length(s) > 0 else 0):
         begin = np.random.randint(length(s))
         if _is_first_run(s, begin):
             break
     if begin == c.NONE or not _is_first_run(s, begin):
         return False
     low, high = _dependency_bounds(s, begin)
-    later = np.random.random() < s.params.move_later_chance
-    if np.random.random() < s.params.to_bound_chance:
+    later = np.random.random() < 0.5
+    if np.random.random() < 0.3:
         to = high if later else low
     else:
-        distance = int(s.params.max_move ** np.random.random())
+        distance = int(MAX_MOVE ** np.random.random())
         to = min(high, begin + distance) if later else max(low, begin - distance)
     at = _reachable(s, begin, to)
     return at != begin and move_events(a, s, begin, begin + 1, at)
@@ -169,16 +181,19 @@ def _must_not_cross(s: SearchState, op: int, e: int) -> bool:
 
 
 @inner
-def _remove_group(a: Program, s: SearchState, begin: int, more_chance: float) -> bool:
+def _remove_group(a: Program, s: SearchState, begin: int) -> bool:
     """Remove a group of recomputes and markers."""
-    for _ in range(begin, _group_end(s, begin, more_chance)):
+    for _ in range(begin, _group_end(s, begin, 0.3)):
         remove_event(a, s, event_at(s, begin))
     return True
 
 
 @inlined
 def _group_end(s: SearchState, begin: int, more_chance: float) -> int:
-    """End of a group from `begin` on; each next event joins with probability `more_chance`."""
+    """End of a group from `begin` on, of adjacent events none of which is the first run of its op.
+
+    Each next event joins with probability `more_chance`.
+    """
     end = begin + 1
     while np.random.random() < more_chance and end < length(s) and not _is_first_run(s, end):
         end += 1
@@ -186,10 +201,9 @@ def _group_end(s: SearchState, begin: int, more_chance: float) -> int:
 
 
 @inlined
-def draw_evicted_chance(s: SearchState) -> float:
+def draw_evicted_chance() -> float:
     """Draw the probability with which evicted inputs of a recompute are recomputed, too."""
-    usual = np.random.random() < s.params.usual_chance
-    return s.params.recompute_evicted_usual if usual else s.params.recompute_evicted_rare
+    return 0.9 if np.random.random() < USUAL_CHANCE else 0.5
 
 
 @inlined
@@ -206,9 +220,8 @@ def insert_recompute(a: Program, s: SearchState, op: int, at: int, evicted_chanc
     Inputs that are evicted there are recomputed or prefetched with it, with probability
     `evicted_chance`; else their lifetimes are extended.
     """
-    p = s.params
-    usual = np.random.random() < p.usual_chance
-    live_chance = p.recompute_live_usual if usual else p.recompute_live_rare
+    # Rarely inputs are recomputed although they are live.
+    live_chance = 0.0 if np.random.random() < USUAL_CHANCE else 0.3
     s.pending[0] = op
     count, i = 1, 0
     # Breadth-first over the inputs of all pending ops; a marker has none.
@@ -224,7 +237,7 @@ def insert_recompute(a: Program, s: SearchState, op: int, at: int, evicted_chanc
             if np.random.random() >= chance:
                 continue
             source_code = a.producer[t]
-            if movable and not (recomputable and np.random.random() >= p.prefetch_input_chance):
+            if movable and not (recomputable and np.random.random() >= 0.5):
                 source_code = a.ops + t
             count = _add_pending(s, count, source_code)
     return _insert_pending(a, s, count, at)

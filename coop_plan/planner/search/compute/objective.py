@@ -60,17 +60,18 @@ def memory_excess(s: SearchState, capacity: int) -> float:
         live += s.block[b, c.NET]
         block_position += s.block[b, c.FIRST_RUNS]
     s.sums[c.AREA] = area
-    return excess_share(s, worst, total, capacity)
+    return excess_share(worst, total, capacity)
 
 
 @inlined
-def excess_share(s: SearchState, worst: int, total: float, capacity: int) -> float:
-    """Memory excess as a share of `capacity`, from its maximum and its sum over all events."""
+def excess_share(worst: int, total: float, capacity: int) -> float:
+    """Memory excess as a share of `capacity`, from its maximum and its sum over all events.
+
+    The sum rewards progress at other events than the peak.
+    """
     if worst <= 0:
         return 0.0
-    # The sum rewards progress at other events than the peak.
-    weighted = worst + s.params.total_excess_weight * total
-    return float(s.params.min_excess + weighted / max(1, capacity))
+    return 0.002 + (worst + 0.2 * total) / max(1, capacity)
 
 
 @inlined

@@ -14,6 +14,10 @@ MAX_DRAWS = 16
 """Most rejection-sampling attempts before an exhaustive scan."""
 
 
+REPAIR_CHANCE = 0.3
+"""Probability of repairing a candidate above the capacity that would be accepted as it is."""
+
+
 @inner
 def repair(a: Program, s: SearchState) -> bool:
     """Recompute one tensor that is live but unused at the peak for its next read.
@@ -33,7 +37,7 @@ def repair(a: Program, s: SearchState) -> bool:
 def draw_input_chance(a: Program, s: SearchState, t: int, peak: int) -> float:
     """Draw the probability with which evicted inputs of `t` are recomputed, by both gains."""
     extend, rerun = recompute_gains(a, s, t, peak)
-    return 0.0 if np.random.random() * (extend + rerun) < extend else draw_evicted_chance(s)
+    return 0.0 if np.random.random() * (extend + rerun) < extend else draw_evicted_chance()
 
 
 @inlined

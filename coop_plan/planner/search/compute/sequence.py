@@ -147,7 +147,7 @@ def allocate(
         first_run=np.zeros(ops, dtype=np.int64),
         lists=np.zeros((7, max(max_events + 2, tensors + 1)), dtype=np.int64),
         pending=np.zeros(params.max_insertion, dtype=np.int64),
-        margin=np.zeros((3, params.max_margins), dtype=np.int64),
+        margin=np.zeros((3, 256), dtype=np.int64),
         margin_prefix=np.zeros(ops + 2, dtype=np.int64),
         counts=np.zeros(c.COUNTS, dtype=np.int64),
         sums=np.zeros(3),

@@ -18,9 +18,9 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.method import Progress, Request
 from coop_plan.planner.placement.layout import WORK, lay_out, lay_out_host
+from coop_plan.planner.search.compute.params import MoveParams
 from coop_plan.planner.search.makespan.columns import LOOK_AHEAD
 from coop_plan.planner.search.makespan.metropolis import evaluate_sequence, metropolis
-from coop_plan.planner.search.makespan.params import DEFAULTS, MakespanParams
 from coop_plan.planner.search.makespan.sequence import (
     current_sequence,
     new_state,
@@ -28,6 +28,19 @@ from coop_plan.planner.search.makespan.sequence import (
     to_closed_program,
     to_events,
 )
+
+MOVES = MoveParams(
+    recompute_chance=0.12, prefetch_chance=0.2, convert_chance=0.2, first_run_chance=0.0
+)
+
+MAX_SEARCHES = 60
+"""Most searches within a time limit, one after another."""
+
+PENALTY = 5.0
+"""Penalty weight, in base costs per unit of memory excess, in the second half of an annealing."""
+
+LIMIT_REDUCTION = 4e-3
+"""Reduction of the capacity after a failed layout, as a share of it."""
 
 
 class MakespanSearch:
@@ -38,14 +51,9 @@ class MakespanSearch:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        request: Request,
-        starts: list[Ints],
-        limit_us: float,
-        params: MakespanParams = DEFAULTS,
+        self, problem: Problem, request: Request, starts: list[Ints], limit_us: float
     ) -> None:
-        self.problem, self.request, self.params = problem, request, params
+        self.problem, self.request = problem, request
         self.program = to_closed_program(problem)
         self.starts = starts
         self.cost_us = limit_us
@@ -58,13 +66,12 @@ class MakespanSearch:
         self.layout_seconds = 0.0
         self.random = np.random.default_rng(request.seed)
         self.events = events = max(1, *(sequence.size for sequence in starts))
-        max_events = params.event_factor * events + params.extra_events
-        self.state = new_state(problem, self.program, max_events, params.moves)
-        steps = params.steps + params.steps_per_event * events
-        self.steps = min(params.max_event_steps // events, steps)
+        self.state = new_state(problem, self.program, 3 * events + 2000, MOVES)
+        self.steps = min(100_000_000 // events, 8_000 + 560 * events)
         if request.any_schedule:
-            self.steps //= params.any_schedule_divisor
-        self.chunk = max(1, min(params.chunk_events // events, self.steps // params.min_chunks))
+            self.steps //= 10
+        # Steps between two checks of the result.
+        self.chunk = max(1, min(400_000 // events, self.steps // 100))
 
     def run(self, deadline: float | None, enough: Callable[[], bool]) -> None:
         """Search until the deadline (a `time.monotonic` value, s) or until `enough` returns True.
@@ -76,9 +83,9 @@ class MakespanSearch:
             self._search(None, enough)
             return
         begin = time.monotonic()
-        events = (deadline - begin) * self.params.events_per_second
+        events = (deadline - begin) * 30e6  # that are simulated in this time, about
         times = int(events / max(1, self.steps * self.events))
-        count = min(max(1, times), self.params.max_searches)
+        count = min(max(1, times), MAX_SEARCHES)
         for number in range(count):
             if enough():
                 return
@@ -87,15 +94,16 @@ class MakespanSearch:
     def _search(self, deadline: float | None, enough: Callable[[], bool], number: int = 0) -> None:
         """Anneal each start, then the best result at lower temperatures; alternates `LOOK_AHEAD`.
 
-        The temperature factor depends on `number`, the number of the search.
+        The temperature factor depends on `number`, the number of the search: the best one depends
+        on the graph.
         """
-        begin, params, variation = time.monotonic(), self.params, self.request.seed + number
-        factor = params.temperature_factors[variation // 2 % len(params.temperature_factors)]
-        first, finals = len(self.starts), len(params.final_temperatures)
-        starts = self.starts * 2 if first == 1 else self.starts
+        begin, variation = time.monotonic(), self.request.seed + number
+        factor = (1.0, 3.0)[variation // 2 % 2]
+        starts = self.starts * 2 if len(self.starts) == 1 else self.starts
+        # (sequence or None for the best so far, share of the search, temperature)
         rounds: list[tuple[Ints | None, float, float]] = [
-            *((sequence, params.start_share / len(starts), 1.0) for sequence in starts),
-            *((None, (1 - params.start_share) / finals, t) for t in params.final_temperatures),
+            *((sequence, 0.55 / len(starts), 1.0) for sequence in starts),
+            *((None, (1 - 0.55) / 2, temperature) for temperature in (1.0, 0.3)),
         ]
         ends: list[tuple[float, int, Ints, int]] = []
         done = 0.0
@@ -111,7 +119,7 @@ class MakespanSearch:
         cost, _, end, look_ahead = min(ends, key=lambda end: end[:2])
         if cost < self.cost_us and not enough():
             self.state.flow[LOOK_AHEAD] = look_ahead
-            self._place(end, params.final_work_factor * WORK)
+            self._place(end, 10 * WORK)
         if self.request.any_schedule and self.placed is None:
             for _, _, end, look_ahead in ends:
                 self.state.flow[LOOK_AHEAD] = look_ahead
@@ -126,9 +134,9 @@ class MakespanSearch:
         enough: Callable[[], bool],
     ) -> tuple[float, Ints]:
         """Anneal from a sequence; returns the energy (µs) and the sequence of the best end."""
-        params, state, begin = self.params, self.state, time.monotonic()
+        state, begin = self.state, time.monotonic()
         base = self.problem.base_cost_us or 1.0  # no cost is no scale
-        temperature *= params.temperature * base / self.problem.op_count
+        temperature *= 0.15 * base / self.problem.op_count
         penalty_factor = 1.0
         steps = int(share * self.steps)
         done = infeasible_streak = 0
@@ -145,8 +153,8 @@ class MakespanSearch:
             # each infeasible chunk.
             ramp = 1.0
             if not self.request.any_schedule:
-                ramp = min(1.0, (1.0 - left) / params.initial_penalty_share)
-            penalty = params.initial_penalty ** (1.0 - ramp) * params.penalty**ramp
+                ramp = min(1.0, (1.0 - left) / 0.5)
+            penalty = 1e-3 ** (1.0 - ramp) * PENALTY**ramp
             penalty *= penalty_factor
             if left <= 0 or (self.placed is not None and self.request.any_schedule):
                 break
@@ -156,36 +164,32 @@ class MakespanSearch:
                 self.chunk,
                 int(self.capacity),
                 self.host,
-                temperature * left**params.cooling,
+                temperature * left**2,
                 penalty * base,
                 int(self.random.integers(1 << 31)),
             )
             done += self.chunk
             if excess > 0:
                 if ramp == 1.0:
-                    penalty_factor *= (
-                        params.penalty_growth
-                        if feasible is not None
-                        else params.penalty_growth_infeasible
-                    )
+                    penalty_factor *= 1.01 if feasible is not None else 1.3
                     infeasible_streak += 1
-                if infeasible_streak > params.patience and feasible is not None:
+                if infeasible_streak > 50 and feasible is not None:
                     set_sequence(state, feasible[1])
                     infeasible_streak = 0
                 continue
             infeasible_streak = 0
-            penalty_factor = max(1.0, penalty_factor / params.penalty_decay)
+            penalty_factor = max(1.0, penalty_factor / 1.007)
             if feasible is None or cost < feasible[0]:
                 feasible = cost, current_sequence(state)
-            if cost < self.cost_us * (1 - params.min_saving) and (
-                self.failed_layouts < params.max_failed_layouts
+            if cost < self.cost_us * (1 - 1e-3) and (
+                self.failed_layouts < 10
                 if deadline is None
-                else self.layout_seconds <= params.layout_share * (time.monotonic() - begin)
+                else self.layout_seconds <= 0.2 * (time.monotonic() - begin)
             ):
                 self._place(current_sequence(state), WORK)
             self._report()
         if feasible is None:
-            return cost + params.penalty * base * excess, current_sequence(state)
+            return cost + PENALTY * base * excess, current_sequence(state)
         if feasible[0] < self.cost_us:
             self._place(feasible[1], WORK)
         return feasible
@@ -196,8 +200,7 @@ class MakespanSearch:
 
     def _place(self, sequence: Ints, work: int) -> None:
         """Keep a sequence if a layout of effort `work` fits; else reduce the capacity."""
-        arena, params = self.request.arena_bytes, self.params
-        begin = time.monotonic()
+        arena, begin = self.request.arena_bytes, time.monotonic()
         schedule = self._schedule(sequence)
         if schedule.cost_us >= self.cost_us or not schedule.fits(arena):
             return
@@ -206,11 +209,11 @@ class MakespanSearch:
             layout = lay_out(schedule, arena, work=work, order_hint=layout.placement.order)
         if layout.placed.arena_bytes <= arena and self._fits_host(schedule):
             self.cost_us, self.placed, self.sequence = schedule.cost_us, layout.placed, sequence
-            self.capacity = min(self.capacity * params.capacity_growth, float(arena))
+            self.capacity = min(self.capacity * 1.0005, float(arena))
         else:
             self._keep_closest(layout.placed)
             self.failed_layouts += 1
-            self.capacity *= 1 - params.limit_reduction
+            self.capacity *= 1 - LIMIT_REDUCTION
         self.layout_seconds += time.monotonic() - begin
 
     def _schedule(self, sequence: Ints) -> Schedule:

@@ -12,6 +12,7 @@ from coop_plan.planner.core.jit import inner, njit
 from coop_plan.planner.search.compute.edits import accept, eliminate_dead, finish_step, load, store
 from coop_plan.planner.search.compute.liveness import mark_stale, update_liveness
 from coop_plan.planner.search.compute.moves import propose
+from coop_plan.planner.search.compute.repair import REPAIR_CHANCE
 from coop_plan.planner.search.makespan.objective import evaluate
 from coop_plan.planner.search.makespan.repair import repair
 from coop_plan.planner.search.makespan.sequence import MakespanState
@@ -72,7 +73,7 @@ def metropolis(
         limit = current_cost + penalty * current_excess + temperature * np.random.exponential()
         accepted = False
         if propose(a, s):
-            repair_early = np.random.random() < s.params.repair_chance
+            repair_early = np.random.random() < REPAIR_CHANCE
             for repairs in range(s.params.max_repairs + 1):
                 eliminate_dead(a, s)
                 cost, excess = evaluate(a, m, capacity, host, limit)

@@ -195,9 +195,9 @@ def _simulate(
         while t != c.NONE:
             _enqueue(m, position_of(s, m.offload[t, mc.LAST_READER]), t)
             t = m.offload[t, mc.NEXT_PRODUCED]
-    share = excess_share(s, worst, total, capacity)
+    share = excess_share(worst, total, capacity)
     if host >= 0:
-        share += excess_share(s, flow[mc.HOST_EXCESS], clock[mc.HOST_EXCESS_SUM], host)
+        share += excess_share(flow[mc.HOST_EXCESS], clock[mc.HOST_EXCESS_SUM], host)
     return clock[mc.NOW], share
 
 

@@ -85,7 +85,9 @@ def _reservoir_step(
     bytes_ = float(min(a.size[t], s.counts[c.PEAK_EXCESS]))
     if s.movable[t] == 1:
         us = m.prefetch_us[t] + (0.0 if is_prefetched else m.offload_us[t])
-        us *= s.params.copy_time_weight * 2.0 * np.random.random()
+        us *= (
+            0.3 * 2.0 * np.random.random()
+        )  # µs of a copy engine in µs of compute, on the mean 0.3
         total += bytes_ / max(us, c.MIN_COST_US)
         if np.random.random() * total < bytes_ / max(us, c.MIN_COST_US):
             choice, by_prefetch = t, True
