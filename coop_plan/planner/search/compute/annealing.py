@@ -23,7 +23,6 @@ from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.placement.layout import WORK, WORK_PER_SECOND, fit
 from coop_plan.planner.search.compute.metropolis import metropolis
 from coop_plan.planner.search.compute.sequence import (
-    add_margin,
     current_sequence,
     new_state,
     set_sequence,
@@ -174,30 +173,19 @@ class SequenceAnnealing:
         return self.portfolio.candidate_of(current_sequence(self.state), self.settings)
 
     def _place(self, work: int) -> bool:
-        """Make the stored sequence the incumbent if it has a layout; else add a margin.
+        """Make the stored sequence the incumbent if it has a layout; returns if it has.
 
         `work` is the layout search effort if the greedy layout does not fit.
         """
         portfolio, arena = self.portfolio, self.portfolio.request.arena_bytes
         found = self._candidate()
-        run, blocks = found.run, found.blocks
-        lower, upper, size = blocks.lower, blocks.upper, blocks.size
         alignment = portfolio.problem.alignment
-        placement = fit(blocks, alignment, arena, work=0)
+        placement = fit(found.blocks, alignment, arena, work=0)
         if placement.peak > arena and work:
-            placement = fit(blocks, alignment, arena, work=work, order_hint=placement.order)
+            placement = fit(found.blocks, alignment, arena, work=work, order_hint=placement.order)
         if placement.peak <= arena:
             portfolio.keep(found, placement.offsets)
-            return True
-        # Keep memory free at the event with the most live bytes under the highest buffer.
-        highest = int((placement.offsets + size).argmax())
-        change = np.zeros(run.ops.size + 1, dtype=np.int64)
-        np.add.at(change, lower, size)
-        np.subtract.at(change, upper, size)
-        live = change.cumsum()
-        event = int(lower[highest] + live[lower[highest] : upper[highest]].argmax())
-        add_margin(self.state, event, int(arena - live[event] + 1e-3 * arena))
-        return False
+        return placement.peak <= arena
 
 
 def reordered(

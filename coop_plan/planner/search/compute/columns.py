@@ -9,9 +9,9 @@ ALLOCATED, FREED, TRANSIENT, INPLACE_SAVED = range(4)
 # Columns of `SearchState.block`: number of events; their number before the step if the block has
 # changed, else NONE; whether the summary in the other columns is out of date. The summary: net
 # change of live bytes; peak and sum over events of the live bytes, both relative to the block's
-# start; number of first runs; the first write of a copy that outlives the block and can be
+# start; the first write of a copy that outlives the block and can be
 # evicted; the last block in which such a copy ends.
-EVENTS, SAVED_COUNT, DIRTY, NET, PEAK, BLOCK_AREA, FIRST_RUNS, FIRST_LONG, LAST_END = range(9)
+EVENTS, SAVED_COUNT, DIRTY, NET, PEAK, BLOCK_AREA, FIRST_LONG, LAST_END = range(8)
 # Columns of `SearchState.access`: tensor; READ or WRITE; event; next and previous access of the
 # tensor, in candidate order; next access of the event; the write that began the copy, and, of such
 # a write, the event that ends the copy; next write of the list that FIRST_LONG begins.
@@ -28,9 +28,9 @@ FREE, ADDED, REMOVED, MOVED, STALES, QUEUE, CHANGED = range(7)
 LENGTH, FREE_COUNT, ADDED_COUNT, REMOVED_COUNT, MOVED_COUNT, STALE_COUNT = range(6)
 QUEUE_COUNT, CHANGED_COUNT = range(6, 8)
 # Blocks in use; whether an insertion found a full block; head and length of the list of free
-# accesses; event of the peak and its bytes above the capacity; margins in use.
-BLOCKS, FULL, FREE_ACCESS, FREE_ACCESSES, PEAK_EVENT, PEAK_EXCESS, MARGIN_COUNT = range(8, 15)
-COUNTS = 15
+# accesses; event of the peak and its bytes above the capacity.
+BLOCKS, FULL, FREE_ACCESS, FREE_ACCESSES, PEAK_EVENT, PEAK_EXCESS = range(8, 14)
+COUNTS = 14
 # Entries of `SearchState.sums`: compute cost (µs) of the candidate and of the current sequence;
 # live bytes summed over the candidate's events.
 CANDIDATE_COST, CURRENT_COST, AREA = range(3)

@@ -27,27 +27,19 @@ def memory_excess(s: SearchState, capacity: int) -> float:
     Sets `PEAK_EVENT`, the event with the largest excess, and `PEAK_EXCESS`, its bytes above the
     capacity.
     """
-    # Before block b: `live` bytes are live and `block_position` first runs are done.
-    live, worst, total, area = 0, -1, 0.0, 0.0
-    margins, block_position = s.counts[c.MARGIN_COUNT] > 0, 0
+    live, worst, total, area = 0, -1, 0.0, 0.0  # `live` is before block b
     for b in range(s.counts[c.BLOCKS]):
         if s.block[b, c.DIRTY] == 1:
             summarize_block(s, b)
-        # Only a block whose peak exceeds the capacity, or with a margin, is scanned event by event.
-        after = block_position + s.block[b, c.FIRST_RUNS] + 1
-        has_margin = margins and s.margin_prefix[block_position] < s.margin_prefix[after]
-        if has_margin or live + s.block[b, c.PEAK] > capacity:
-            block_live, position = live, block_position
+        # Only a block whose peak exceeds the capacity is scanned event by event.
+        if live + s.block[b, c.PEAK] > capacity:
+            block_live = live
             for i in range(s.block[b, c.EVENTS]):
                 e = s.members[b, i]
                 block_live += s.event_bytes[e, c.ALLOCATED]
                 excess = block_live + s.event_bytes[e, c.TRANSIENT]
                 excess -= s.event_bytes[e, c.INPLACE_SAVED] + capacity
                 block_live -= s.event_bytes[e, c.FREED]
-                if has_margin:
-                    if s.margin_prefix[position] < s.margin_prefix[position + 1]:
-                        excess += _margin(s, position, s.event[e, c.CODE])
-                    position += s.event[e, c.FIRST_RUN]
                 if excess > 0:
                     total += excess
                     if excess > worst:
@@ -58,7 +50,6 @@ def memory_excess(s: SearchState, capacity: int) -> float:
                         )
         area += live * s.block[b, c.EVENTS] + s.block[b, c.BLOCK_AREA]
         live += s.block[b, c.NET]
-        block_position += s.block[b, c.FIRST_RUNS]
     s.sums[c.AREA] = area
     return excess_share(worst, total, capacity)
 
@@ -78,7 +69,7 @@ def excess_share(worst: int, total: float, capacity: int) -> float:
 def summarize_block(s: SearchState, b: int) -> None:
     """Recompute the summary columns of a block and its list of long-lived copies."""
     # Relative to the live bytes at the block's start, which an edit of an earlier block changes.
-    live = area = firsts = 0
+    live = area = 0
     peak, last = EMPTY_PEAK, c.NONE
     s.block[b, c.FIRST_LONG] = s.block[b, c.LAST_END] = c.NONE
     gain = gain_per_byte = 0.0
@@ -88,7 +79,6 @@ def summarize_block(s: SearchState, b: int) -> None:
         peak = max(peak, live + s.event_bytes[e, c.TRANSIENT] - s.event_bytes[e, c.INPLACE_SAVED])
         area += live
         live -= s.event_bytes[e, c.FREED]
-        firsts += s.event[e, c.FIRST_RUN]
         # Writes come first in an event's list. A copy that ends in another block and can be evicted
         # joins the block's list of long-lived copies, for `repair` to draw from.
         x = s.event[e, c.FIRST_ACCESS]
@@ -106,15 +96,5 @@ def summarize_block(s: SearchState, b: int) -> None:
                 gain_per_byte += s.gain_bound[t, 1]
             x = s.access[x, c.NEXT_OF_EVENT]
     s.block[b, c.NET], s.block[b, c.PEAK], s.block[b, c.BLOCK_AREA] = live, peak, area
-    s.block[b, c.FIRST_RUNS], s.block[b, c.DIRTY] = firsts, 0
+    s.block[b, c.DIRTY] = 0
     s.long_gain[b, 0], s.long_gain[b, 1] = gain, gain_per_byte
-
-
-@inlined
-def _margin(s: SearchState, position: int, op: int) -> int:
-    """Bytes to keep free if the op runs after `position` first runs."""
-    margin = 0
-    for i in range(s.counts[c.MARGIN_COUNT]):
-        if s.margin[0, i] == position and s.margin[1, i] == op:
-            margin = s.margin[2, i]
-    return margin

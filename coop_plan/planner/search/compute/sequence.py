@@ -55,9 +55,7 @@ class SearchState(NamedTuple):
     long-lived copies.
 
     `event`, `event_bytes`, `block`, `access`, `tensor`, `lists`, `counts` and `sums` have the
-    columns of `columns`. `pending` is the buffer of ops to insert. `margin` has rows
-    (position, op, bytes): bytes to keep free if the op runs after `position` first runs;
-    `margin_prefix` counts the margins before each position.
+    columns of `columns`. `pending` is the buffer of ops to insert.
     """
 
     params: MoveParams  # as `MoveValues`
@@ -83,8 +81,6 @@ class SearchState(NamedTuple):
     first_run: Ints
     lists: IntTable
     pending: Ints
-    margin: IntTable
-    margin_prefix: Ints
     counts: Ints
     sums: npt.NDArray[np.float64]
 
@@ -138,7 +134,7 @@ def allocate(
         members=np.zeros((blocks, width), dtype=np.int32),
         saved_members=np.zeros((blocks, width), dtype=np.int32),
         block_start=np.zeros(blocks + 1, dtype=np.int64),
-        block=np.zeros((blocks + 1, 9), dtype=np.int64),
+        block=np.zeros((blocks + 1, 8), dtype=np.int64),
         long_gain=np.zeros((blocks, 2)),
         event=np.zeros((max_events + 1, 7), dtype=np.int32),
         event_bytes=np.zeros((max_events + 1, 4), dtype=np.int64),
@@ -147,8 +143,6 @@ def allocate(
         first_run=np.zeros(ops, dtype=np.int64),
         lists=np.zeros((7, max(max_events + 2, tensors + 1)), dtype=np.int64),
         pending=np.zeros(params.max_insertion, dtype=np.int64),
-        margin=np.zeros((3, 256), dtype=np.int64),
-        margin_prefix=np.zeros(ops + 2, dtype=np.int64),
         counts=np.zeros(c.COUNTS, dtype=np.int64),
         sums=np.zeros(3),
     )
@@ -163,20 +157,3 @@ def set_sequence(state: SearchState, sequence: Ints) -> None:
 def current_sequence(state: SearchState) -> Ints:
     """Copy of the stored sequence."""
     return state.sequence[: state.counts[c.LENGTH]].copy()
-
-
-def add_margin(state: SearchState, event: int, margin: int) -> None:
-    """Keep `margin` bytes free from now on if the op of this event runs at its position.
-
-    For a candidate that was within the capacity but had no layout.
-    """
-    earlier = state.sequence[:event]
-    position, op = np.unique(earlier).size, state.sequence[event]
-    margins = state.margin[:, : state.counts[c.MARGIN_COUNT]]
-    same = np.flatnonzero((margins[0] == position) & (margins[1] == op))
-    if same.size:
-        margins[2, same[0]] = margin
-    elif margins.shape[1] < state.margin.shape[1]:
-        state.margin[:, margins.shape[1]] = position, op, margin
-        state.margin_prefix[position + 1 :] += 1
-        state.counts[c.MARGIN_COUNT] += 1
