@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
+from coop_plan.api.cli.compare_cells import Cell
 from coop_plan.api.cli.output import print_plan
 from coop_plan.planner import Progress, plan
-from coop_plan.planner.inspect.compare import Cell
 from coop_plan.planner.inspect.drawing import drawing
 from coop_plan.schemas import (
     Compute,

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coop_plan.api.cli.compare_cells import compare
 from coop_plan.api.cli.export import FORMS
+from coop_plan.api.cli.floor import floor_of
 from coop_plan.planner import PlanOptions, plan
 from coop_plan.planner.inspect import exports
-from coop_plan.planner.inspect.compare import compare
-from coop_plan.planner.inspect.floor import floor
 from coop_plan.schemas import load_graph
 from tests.strategies import graphs
 
@@ -104,7 +104,7 @@ def test_floor_prints_the_bound_of_the_smallest_plan_without_a_search(run, monke
 @given(graphs(), st.sampled_from(["outside", "arena", "gradients"]))
 def test_the_floor_is_below_every_plan(graph, outputs):
     made = plan(graph, "min", method="keep-all", outputs=outputs, alignment=4)
-    found = floor(graph, 4, outputs)
+    found = floor_of(graph, 4, outputs)
     assert found.budget_lower_bound_bytes == made.budget_lower_bound_bytes <= made.peak_bytes
     assert found.resident_bytes + found.outside_bytes <= found.budget_lower_bound_bytes
 
@@ -179,7 +179,7 @@ def test_a_comparison_resumes(run, folder, monkeypatch, report):
         asked.extend((str(each.budget_), each.method) for each in questions)
         return compare(graph, questions, processes)
 
-    monkeypatch.setattr("coop_plan.planner.inspect.compare.compare", recorded)
+    monkeypatch.setattr("coop_plan.api.cli.compare_cells.compare", recorded)
     whole = (*methods, "--budgets", "100%,1KiB,70%")
     code, out, err = run("compare", EXAMPLE, *whole, "-o", report, "--resume")
     assert code == 0

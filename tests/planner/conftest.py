@@ -47,7 +47,7 @@ def process():
 @pytest.fixture(scope="module")
 def short_climb():
     """Few hill-climbing steps in coop-offline, with which every exact plan starts."""
-    short = CoopOfflineParams(climb_ops=1000)
+    short = CoopOfflineParams(hill_climbing_ops=1000)
     with pytest.MonkeyPatch.context() as patch:
         for module in (optimal, coop_offline):
             patch.setattr(module, "CoopOffline", lambda p, r, *_: CoopOffline(p, r, short))

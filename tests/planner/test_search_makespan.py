@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from coop_plan.api.cli.link_report import unused_link_reason
 from coop_plan.planner import InfeasibleBudgetError, Problem, plan
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.inspect.link_report import unused_link_reason
 from coop_plan.planner.method import Request
 from coop_plan.planner.placement.layout import lay_out
 from coop_plan.planner.search.makespan.annealing import MOVES, MakespanSearch, run_parallel

@@ -91,7 +91,7 @@ def test_optimal_agrees_with_exhaustive_search(graph, host, outputs, share, alig
     proof is right, and the verifier's clock ends where the planner's does.
     """
     problem, arena, best = drawn(graph, outputs, share, alignment, host)
-    short = CoopOfflineParams(climb_ops=1000)
+    short = CoopOfflineParams(hill_climbing_ops=1000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimal, "CoopOffline", lambda p, r, *_: CoopOffline(p, r, short))
         try:

@@ -25,7 +25,7 @@ from coop_plan.planner.options import PlanOptions
 from coop_plan.schemas import Graph, InvalidInputError, fingerprint, format_bytes
 
 if TYPE_CHECKING:
-    from coop_plan.planner.inspect.compare import Cell
+    from coop_plan.api.cli.compare_cells import Cell
 
 FIGURES = (
     "budget_bytes",
@@ -92,8 +92,8 @@ def compare(
     memory map of each plan. After Ctrl-C the finished plans are printed and written. Without any
     plan the exit code is 3 if no budget can be met, 4 if the time limit ended a method, and else 1.
     """
+    from coop_plan.api.cli.compare_cells import compare as cells_of
     from coop_plan.planner import Progress
-    from coop_plan.planner.inspect.compare import compare as cells_of
 
     for target in output:
         if Path(target).suffix not in (".html", ".json", ".csv"):
@@ -181,7 +181,7 @@ def _known(
 
 def _cell(row: Mapping[str, Any]) -> "Cell":
     """The cell of a report's row; the figures of a .json report are in the row itself."""
-    from coop_plan.planner.inspect.compare import Cell
+    from coop_plan.api.cli.compare_cells import Cell
 
     figures = row.get("figures", row) if row["state"] == "planned" else None
     asked, method, state = row["asked"], row["method"], row["state"]

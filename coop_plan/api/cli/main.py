@@ -167,8 +167,8 @@ def _request(server: str, graph: Graph, options: PlanOptions) -> Plan:
 
 def _link(made: Plan, graph: Graph, options: PlanOptions) -> str | None:
     """Reason for which a method that could use the copy engines did not; None otherwise."""
+    from coop_plan.api.cli.link_report import unused_link_reason
     from coop_plan.planner.core.problem import Problem
-    from coop_plan.planner.inspect.link_report import unused_link_reason
 
     if not options.info.transfers:
         return None

@@ -110,7 +110,7 @@ class Refinement:
                 return NO_RESULT
             now = time.monotonic()
             remaining = self.deadline - now
-            until = now + max(remaining * solve, min(5.0, remaining))
+            until = now + max(remaining * solve, min(5.0, remaining))  # at least 5 s
             answer = self._attempt(model, until)
         if answer.outcome is Outcome.INFEASIBLE:
             self.infeasible = self.proves
@@ -142,7 +142,7 @@ class Refinement:
         bounding.begin(self.program, self.capacity, set(self.points[:-1]))
         if usable_cpus() == 1:
             now = time.monotonic()
-            until = now + (self.deadline - now) * 0.3
+            until = now + (self.deadline - now) * 0.3  # of the time left
             while bounding.running and time.monotonic() < until:
                 self._prove(bounding.proved(until))
             bounding.kill()

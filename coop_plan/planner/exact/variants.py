@@ -97,7 +97,7 @@ class _JointSearch:
             TimeLimitError: none was found in time.
         """
         request = self.request
-        self._plan(range(self.problem.op_count), 0.1)
+        self._plan(range(self.problem.op_count), 0.1)  # a share of the time left, as below
         if request.any_schedule and self.placed is not None:
             return self.placed
         with self._keeping_errors():

@@ -184,7 +184,7 @@ class CoopOffline:
             )
 
         now = time.monotonic()
-        makespan_share = 0.75 if self._has_link else 0.0
+        makespan_share = 0.75 if self._has_link else 0.0  # of the time
         if portfolio.best.cost_us > self._cost_us * 1.03:
             makespan_share = 1.0
         until = now + (1 - makespan_share) * (deadline - now)

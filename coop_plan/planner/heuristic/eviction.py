@@ -35,10 +35,6 @@ POPS_PER_VICTIM = 16
 """Most tensors taken from the heap for a pool of victims, as a multiple of the pool's size."""
 
 
-POOL_MAX_AGE = 64
-"""Most program positions for which a pool of victims is used."""
-
-
 @njit
 def run_evictions(
     a: Arrays, s: EvictionState, position: int, cost: float, cost_limit: float, events: int
@@ -183,7 +179,7 @@ def _select_victim(a: Arrays, s: EvictionState, missing: int, position: int) -> 
         elif attempt == 1:
             _update_heap(a, s, position)
             s.counts[c.POOL_COUNT] = s.counts[c.POOL_SMALL] = 0
-            s.counts[c.POOL_UNTIL] = position + POOL_MAX_AGE
+            s.counts[c.POOL_UNTIL] = position + 64  # scores age
         else:
             row, length = c.SMALL, s.counts[c.SMALL_COUNT]
             s.counts[c.POOL_SMALL] = 1

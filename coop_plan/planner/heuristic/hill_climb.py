@@ -36,7 +36,7 @@ class HillClimbs:
     def run(self) -> None:
         """Make a number of steps that depends on the ops alone."""
         ops = max(1, self.portfolio.problem.op_count)
-        steps = max(20, min(500, 4 * ops, self.portfolio.params.climb_ops // ops))
+        steps = max(20, min(500, 4 * ops, self.portfolio.params.hill_climbing_ops // ops))
         total = -(-steps // max(1, len(self.searches) // 2)) * len(self.searches)
         while self._done < total and not self.portfolio.request.out_of_time():
             if self._done % REPORT_STEPS == 0:
@@ -66,7 +66,7 @@ def _starts(portfolio: Portfolio) -> list["HillClimb"]:
     # Ranked at a coarser step, so that neighbouring arenas agree on the rules.
     rules = portfolio.best_rules(middle // 16 * 16)
     searches = []
-    for number in range(-2, 2):
+    for number in range(-2, 2):  # starts around the incumbent's grid step
         search = HillClimb.start(portfolio, middle + number * spacing, rules)
         if search is not None:
             searches.append(search)
@@ -102,7 +102,7 @@ class HillClimb:
         cost, number, run = found[0]
         settings = portfolio.settings[number]
         ends = []
-        for side in (-3, 3):
+        for side in (-3, 3):  # grid steps
             at = portfolio.runner(portfolio.budget(step + side), settings)
             if at is not None:
                 ends.append((_log_bytes(at.blocks(portfolio.arrays).live), at.cost_us))

@@ -47,7 +47,7 @@ class CoopOfflineParams(Params):
     )
     """Scoring rules to try; `foresee` helps where an eviction extends its inputs' lifetimes."""
 
-    climb_ops: Size = 35_000
+    hill_climbing_ops: Size = 35_000
     """Length of hill climbing without a time limit, as simulated ops over all steps."""
 
     annealing_effort: Positive = 1.37e7

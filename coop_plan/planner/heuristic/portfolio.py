@@ -183,7 +183,7 @@ class Portfolio:
             self._unfit_runs.add(run)
             entry = found.cost_us, next(self._counter), found, placement.order
             self._unplaced.append(entry)
-            self._unplaced = sorted(self._unplaced)[:4]
+            self._unplaced = sorted(self._unplaced)[:4]  # whose layouts are searched
 
     def keep(self, found: Candidate, offsets: Ints) -> None:
         """Make a candidate the incumbent; `offsets` (bytes) in the order of its blocks."""
@@ -277,7 +277,7 @@ class Portfolio:
         layouts = 0
         for cost, number, run in sorted(found, key=lambda entry: entry[:2]):
             candidate = self.candidate_of(run.ops, self.settings[number])
-            if cost >= incumbent.cost_us or layouts == 48:
+            if cost >= incumbent.cost_us or layouts == 48:  # they take time
                 return
             if candidate.peak <= self.problem.rounded(arena):
                 layouts += 1
@@ -295,7 +295,7 @@ class Portfolio:
     def best_rules(self, step: int) -> list[int]:
         """Rule numbers by cost at a grid step; only the first few for large graphs."""
         all_rules = range(len(self.settings))
-        max_count = None if self.problem.op_count <= 500 else 4
+        max_count = None if self.problem.op_count <= 500 else 4  # of large graphs
         ranked = [number for _, number, _ in self.runs(self.budget(step), all_rules, max_count)]
         return [*ranked, *(number for number in all_rules if number not in ranked)][:max_count]
 

@@ -10,12 +10,6 @@ from coop_plan.planner.core.jit import inlined
 from coop_plan.planner.heuristic import columns as c
 from coop_plan.planner.heuristic.eviction_state import EvictionState
 
-CLOSURE_OPS = 64
-"""Most ops counted in the estimate of a closure's cost."""
-
-UNNEEDED_ANCESTORS = 256
-"""Most ancestors, dead and needed by no evicted tensor, through which a change is followed."""
-
 
 @inlined
 def mark_dirty(s: EvictionState, t: int) -> None:
@@ -108,7 +102,7 @@ def mark_relatives_dirty(a: Arrays, s: EvictionState, t: int, position: int) -> 
                     elif s.tensor[c.VISITED, source] != stamp:
                         s.tensor[c.VISITED, source] = stamp
                         if s.tensor[c.DEMAND, source] == c.NEVER:
-                            if unneeded == UNNEEDED_ANCESTORS:
+                            if unneeded == 256:
                                 continue
                             unneeded += 1
                         depth += 1
@@ -117,7 +111,7 @@ def mark_relatives_dirty(a: Arrays, s: EvictionState, t: int, position: int) -> 
 
 @inlined
 def closure_cost(a: Arrays, s: EvictionState, t: int, due: int) -> float:
-    """Cost (µs) of the ops to run again for `t`, given the current residents.
+    """Cost (µs) of the ops to run again for `t`, given the current residents; of 64 at most.
 
     Evictable tensors whose last use is before position `due` do not count as residents: they would
     have to be retained for `t`.
@@ -134,7 +128,7 @@ def closure_cost(a: Arrays, s: EvictionState, t: int, due: int) -> float:
         depth -= 1
         total += a.cost[op]
         visited += 1
-        if visited >= CLOSURE_OPS:
+        if visited >= 64:
             break
         for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
             source = a.reads[k]

@@ -1,1 +1,1 @@
-"""Inspection of plans: memory map, explanation of the peak, comparison, exports."""
+"""Inspection of plans: memory map, explanation of the peak, exports."""

@@ -71,7 +71,7 @@ class Bounding:
                 paths += alone.paths
             cuts = self._path_cuts(paths)
             bound = self._relax(points, cuts)
-            if copies and bound < best * (1 + 2e-3):
+            if copies and bound < best * (1 + 2e-3):  # the op is not worth a time point
                 self._chosen.pop()
                 self._rerank = False
             else:
@@ -99,7 +99,7 @@ class Bounding:
         transfers weaken the relaxation more than fractional runs, so the best model is also solved
         as a MILP.
         """
-        for count in (4, 8, 20):
+        for count in (4, 8, 20):  # time points
             points = set(initial_points(self.program, self.capacity, count))
             self._relax(points, self._path_cuts())
         self._solve_integral(20.0)

@@ -64,7 +64,7 @@ class Neighbourhoods:
         """Widen if the solve ended by itself, narrow if it hit a limit."""
         ended = outcome in (Outcome.OPTIMAL, Outcome.INFEASIBLE)
         width = self.widths[self._kind] * (1.1 if ended else 0.7)
-        self.widths[self._kind] = min(0.7, max(0.04, width))
+        self.widths[self._kind] = min(0.7, max(0.04, width))  # shares of the program
 
 
 def improve_by_lns(

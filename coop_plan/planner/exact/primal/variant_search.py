@@ -59,9 +59,6 @@ NO_TIME_LIMIT = 1e6
 SMALL_OPS = 60
 """Up to this many ops every op is a time point; programs are solved with a limit only."""
 
-MAX_POINTS = 90
-"""Maximum number of time points of the program."""
-
 
 def solver_installed() -> bool:
     """True if the solver of the programs is installed."""
@@ -405,7 +402,7 @@ class VariantSearch:
                 point = position if position not in self.points else position - 1
                 if point >= 0 and point not in self.points:
                     new[point] = max(again[position, op], new.get(point, 0))
-        if len(self.points) < MAX_POINTS:
+        if len(self.points) < 90:  # a larger program is hardly solved
             self.points = sorted({*self.points, *sorted(new, key=lambda op: new[op])[-count:]})
 
     def _promising(self, model: TimePointModel, answer: Answer) -> list[float] | None:
@@ -447,7 +444,7 @@ class VariantSearch:
                 return
             if not self._timed and count >= 8:
                 return
-            margin = min(0.04, 0.002 * self._failed_layouts)
+            margin = min(0.04, 0.002 * self._failed_layouts)  # a share that is left free
             capacity = int(self.capacity * (1 - margin))
             if model is None or not self._is_current(model, capacity):
                 model = self._model(capacity, ordered=True)

@@ -31,9 +31,6 @@ from coop_plan.planner.search.compute.sequence import (
 MIN_SAVING = 1e-4
 """Least saving, as a share of the incumbent's cost, for which a layout is tried."""
 
-LIMIT_REDUCTION = 4e-3
-"""Reduction of the limit on live bytes after a failed layout, as a share of it."""
-
 START_DIVISOR = 3
 """Divisor of the steps of searches that start from a known schedule."""
 
@@ -65,7 +62,7 @@ class SequenceAnnealing:
         self.feasible = sequence  # last sequence within the limit
         self.deadline = deadline
         self.random = np.random.default_rng(portfolio.request.seed)
-        max_events = 2 * sequence.size + 2000
+        max_events = 2 * sequence.size + 2000  # of a sequence
         self.program = to_program(portfolio.arrays)
         moves = portfolio.params.moves
         if "reorder" in portfolio.request.off:
@@ -89,21 +86,20 @@ class SequenceAnnealing:
         begin = time.monotonic()
         while (now := time.monotonic()) < self.deadline and not (chunks % 64 == 0 and enough()):
             cooled = ((self.deadline - now) / (self.deadline - begin)) ** 2
-            steps = max(1, int(0.01 * self.pace))
+            steps = max(1, int(0.01 * self.pace))  # of 10 ms, about
             cost, excess = self._search(steps, temperature * cooled, penalty * base)
-            # Steps a second, as a moving average, so that a chunk takes about 10 ms.
+            # Steps a second, as a moving average.
             self.pace += 0.2 * (steps / max(time.monotonic() - now, 1e-6) - self.pace)
             if excess > 0:
                 penalty *= 1.01
                 infeasible_streak += 1
-                if infeasible_streak > 50:
+                if infeasible_streak > 50:  # chunks
                     set_sequence(state, self.feasible)
             else:
                 infeasible_streak = 0
                 self.feasible = current_sequence(state)
                 penalty = max(PENALTY, penalty / 1.007)
-                # Layouts take at most a share of the time, less of it while the temperature is
-                # high.
+                # Layouts take at most 0.3 of the time, less while the temperature is high.
                 saves = cost < portfolio.best.cost_us * (1 - MIN_SAVING)
                 allowed_seconds = 0.3 * (1 - cooled) * (time.monotonic() - begin)
                 if saves and self.layout_seconds < allowed_seconds:
@@ -121,24 +117,25 @@ class SequenceAnnealing:
         portfolio, state = self.portfolio, self.state
         set_sequence(state, self.feasible)
         base = portfolio.problem.base_cost_us
-        penalty, chunks, events = PENALTY, 40, max(1, self.feasible.size)
+        penalty, chunks, events = PENALTY, 40, max(1, self.feasible.size)  # checks of the result
         total, temperature = fixed_length(events, portfolio.params.annealing_effort, divisor)
         steps = -(-total // chunks)
         temperature *= base / portfolio.problem.op_count
-        layouts = max(1, min(chunks, 100_000 // events))
+        layouts = max(1, min(chunks, 100_000 // events))  # besides the last one
         for chunk in range(chunks):
             cooled = (1 - chunk / chunks) ** 2
             cost, excess = self._search(steps, temperature * cooled, penalty * base)
             if excess > 0:
-                penalty *= 1.5
+                penalty *= 1.5  # chunks are few
                 continue
             self.feasible = current_sequence(state)
             last = chunk + 1 == chunks
             due = last or (chunk + 1) % -(-chunks // layouts) == 0
             due = due and cost < portfolio.best.cost_us * (1 - MIN_SAVING)
+            # A layout is searched for the end, if it saves enough.
             worth = last and cost < portfolio.best.cost_us * (1 - 1e-3)
             if due and not self._place(WORK if worth else 0):
-                self.limit -= int(LIMIT_REDUCTION * self.limit)
+                self.limit -= int(4e-3 * self.limit)
             if portfolio.request.out_of_time():
                 return
 
@@ -146,7 +143,7 @@ class SequenceAnnealing:
         """Search, at zero temperature, for a sequence that fits, from one that does not."""
         state, events = self.state, max(1, self.feasible.size)
         set_sequence(state, self.feasible)
-        penalty = 50.0 * self.portfolio.problem.base_cost_us
+        penalty = 50.0 * self.portfolio.problem.base_cost_us  # no cost matters before it fits
         steps, most_layouts, chunks = min(10_000, 100 * events), 3, 20
         if self.portfolio.request.larger is not None:
             steps, most_layouts = steps // START_DIVISOR, 1

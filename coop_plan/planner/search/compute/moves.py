@@ -71,7 +71,7 @@ def _serve_input(a: Program, s: SearchState, at: int, by_prefetch: bool) -> bool
         if s.movable[t] == 0 or position_of(s, s.first_run[maker]) >= at - 1:
             return False
         return insert_prefetch(a, s, t, at)
-    if np.random.random() < 0.5:
+    if np.random.random() < 0.5:  # else directly before the event
         at -= int(40.0 ** np.random.random())
     if s.recomputable[maker] == 0 or at < 0 or at <= position_of(s, s.first_run[maker]):
         return False
@@ -98,7 +98,7 @@ def _convert(a: Program, s: SearchState, at: int) -> bool:
 @inner
 def _move_group(a: Program, s: SearchState, begin: int) -> bool:
     """Move a group of recomputes and markers by a log-uniform distance."""
-    is_group = np.random.random() < 0.6
+    is_group = np.random.random() < 0.6  # else a single event
     end = _group_end(s, begin, 0.8 if is_group else 0.0)
     distance = int(MAX_MOVE ** np.random.random())
     to = begin + (distance if np.random.random() < 0.5 else -distance)
@@ -129,7 +129,7 @@ def move_first_run(a: Program, s: SearchState) -> bool:
         return False
     low, high = _dependency_bounds(s, begin)
     later = np.random.random() < 0.5
-    if np.random.random() < 0.3:
+    if np.random.random() < 0.3:  # as far as its dependencies allow
         to = high if later else low
     else:
         distance = int(MAX_MOVE ** np.random.random())

@@ -58,7 +58,7 @@ def memory_excess(s: SearchState, capacity: int) -> float:
 def excess_share(worst: int, total: float, capacity: int) -> float:
     """Memory excess as a share of `capacity`, from its maximum and its sum over all events.
 
-    The sum rewards progress at other events than the peak.
+    At least 0.002 if there is any. The sum rewards progress at other events than the peak.
     """
     if worst <= 0:
         return 0.0

@@ -37,10 +37,7 @@ MAX_SEARCHES = 60
 """Most searches within a time limit, one after another."""
 
 PENALTY = 5.0
-"""Penalty weight, in base costs per unit of memory excess, in the second half of an annealing."""
-
-LIMIT_REDUCTION = 4e-3
-"""Reduction of the capacity after a failed layout, as a share of it."""
+"""Penalty weight in the second half of an annealing, in base costs per unit of memory excess."""
 
 
 class MakespanSearch:
@@ -149,8 +146,8 @@ class MakespanSearch:
                 left = 1.0 - done / max(1, steps)
             else:
                 left = (deadline - time.monotonic()) / max(1e-9, deadline - begin)
-            # The penalty weight grows geometrically from the initial to the final one, then with
-            # each infeasible chunk.
+            # The penalty weight grows geometrically from 1e-3 to `PENALTY` in the first half: only
+            # nearly free evictions pay at first. Then it grows with each infeasible chunk.
             ramp = 1.0
             if not self.request.any_schedule:
                 ramp = min(1.0, (1.0 - left) / 0.5)
@@ -181,6 +178,7 @@ class MakespanSearch:
             penalty_factor = max(1.0, penalty_factor / 1.007)
             if feasible is None or cost < feasible[0]:
                 feasible = cost, current_sequence(state)
+            # Layouts are tried for enough saved, in a share of the time or until too many failed.
             if cost < self.cost_us * (1 - 1e-3) and (
                 self.failed_layouts < 10
                 if deadline is None
@@ -213,7 +211,7 @@ class MakespanSearch:
         else:
             self._keep_closest(layout.placed)
             self.failed_layouts += 1
-            self.capacity *= 1 - LIMIT_REDUCTION
+            self.capacity *= 1 - 4e-3
         self.layout_seconds += time.monotonic() - begin
 
     def _schedule(self, sequence: Ints) -> Schedule:

@@ -85,9 +85,8 @@ def _reservoir_step(
     bytes_ = float(min(a.size[t], s.counts[c.PEAK_EXCESS]))
     if s.movable[t] == 1:
         us = m.prefetch_us[t] + (0.0 if is_prefetched else m.offload_us[t])
-        us *= (
-            0.3 * 2.0 * np.random.random()
-        )  # µs of a copy engine in µs of compute, on the mean 0.3
+        # A copy engine's µs counts 0.3 of compute's, on the mean.
+        us *= 0.3 * 2.0 * np.random.random()
         total += bytes_ / max(us, c.MIN_COST_US)
         if np.random.random() * total < bytes_ / max(us, c.MIN_COST_US):
             choice, by_prefetch = t, True
