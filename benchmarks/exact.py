@@ -144,7 +144,7 @@ def models(graph: Graph, share: float, limit: float) -> Iterator[tuple[int, Milp
     capacity = program.problem.rounded(arena)
     with SolverProcess() as process:
         rounds = Refinement(
-            program, process, Incumbent(problem, arena), capacity, time.monotonic() + limit
+            program, process, None, Incumbent(problem, arena), capacity, time.monotonic() + limit
         )
         while True:
             model = TimePointModel(program, capacity, rounds.points, rounds.cuts)

@@ -28,7 +28,6 @@ from coop_plan.schemas._parse import Model, escape, parse
 if TYPE_CHECKING:
     from coop_plan.planner.method import MethodInfo
 
-MAX_ALIGNMENT = 1 << 30
 MAX_SEED = (1 << 63) - 1
 
 MAX_SECONDS = 1e9
@@ -124,6 +123,7 @@ class PlanOptions(Model, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Refuse values that their types allow."""
+        from coop_plan.planner.core.problem import check_alignment
         from coop_plan.planner.registry import METHODS
 
         for name in ("budget", "host_budget", "link"):
@@ -131,12 +131,7 @@ class PlanOptions(Model, frozen=True, kw_only=True):
                 getattr(self, name)
             except InvalidInputError as error:
                 raise InvalidInputError(error.message, f"/{name}") from None
-        alignment = self.alignment
-        if alignment < 1 or alignment & (alignment - 1) or alignment > MAX_ALIGNMENT:
-            raise InvalidInputError(
-                f"alignment {alignment} is not a power of two between 1 and {MAX_ALIGNMENT}",
-                "/alignment",
-            )
+        check_alignment(self.alignment)
         if self.method not in METHODS:
             message = f"unknown method '{self.method[:50]}': choose from {', '.join(METHODS)}"
             raise InvalidInputError(message, "/method")

@@ -23,14 +23,8 @@ Ratio = Annotated[float, Within(0.0, math.inf)]
 Seconds = Annotated[float, Within(0.0, math.inf)]
 """Wall-clock time."""
 
-Factor = Annotated[float, Within(1.0, math.inf)]
-"""Multiplier or divisor, at least 1."""
-
 Positive = Annotated[float, Within(math.ulp(0.0), math.inf)]
 """Above 0."""
-
-PositiveShare = Annotated[float, Within(math.ulp(0.0), 1.0)]
-"""Part of a whole, above 0."""
 
 Count = Annotated[int, Within(1, math.inf)]
 """Number of items, at least 1."""

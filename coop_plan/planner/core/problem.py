@@ -13,10 +13,16 @@ import msgspec
 
 from coop_plan.schemas import Device, Graph, InvalidInputError, Op, Outputs, Variant
 
-MAX_ALIGNMENT = 1 << 30
-
 Pair = tuple[int, int]
 """An output and an input that may share one address."""
+
+
+def check_alignment(alignment: int) -> None:
+    """Raise `InvalidInputError` unless the alignment (bytes) is a power of two up to a gibibyte."""
+    most = 1 << 30
+    if alignment < 1 or alignment & (alignment - 1) or alignment > most:
+        message = f"alignment {alignment} is not a power of two between 1 and {most}"
+        raise InvalidInputError(message, "/alignment")
 
 
 def plannable_variants(graph: Graph) -> Iterator[tuple[int, Variant]]:
@@ -107,13 +113,9 @@ class Problem:
         `host_budget` limits the bytes of copies on the host, None for no limit.
 
         Raises:
-            InvalidInputError: the alignment is no power of two up to `MAX_ALIGNMENT`.
+            InvalidInputError: as `check_alignment`.
         """
-        if alignment < 1 or alignment & (alignment - 1) or alignment > MAX_ALIGNMENT:
-            raise InvalidInputError(
-                f"alignment {alignment} is not a power of two between 1 and {MAX_ALIGNMENT}",
-                "/alignment",
-            )
+        check_alignment(alignment)
         late = {t for op in graph.ops if op.phase != "forward" for t in op.outputs}
         outside = [
             tensor.kind == "output"

@@ -198,8 +198,22 @@ class CheckmateModel:
 MAX_VARIABLES = 50_000
 """Programs with more variables are rejected; CBC solves about 10 000 in a minute."""
 
-DEFAULT_SECONDS = 3600.0
-"""Time limit of a request that sets none, s (the paper's)."""
+
+def limited(request: Request, method: str, variables: int, most: int) -> Request:
+    """The request with a deadline: in an hour if it has none, as in the paper.
+
+    Raises:
+        InvalidInputError: the method's program has more than `most` variables.
+    """
+    if variables > most:
+        raise InvalidInputError(
+            f"{method}'s program has about {variables} variables on this graph, above the limit of"
+            f" {most}: use optimal",
+            "/method",
+        )
+    if request.deadline is not None:
+        return request
+    return replace(request, deadline=time.monotonic() + 3600.0)
 
 
 def solve_checkmate(problem: Problem, request: Request) -> Solution:
@@ -217,15 +231,7 @@ def solve_checkmate(problem: Problem, request: Request) -> Solution:
     """
     require("pulp")
     program = Program.of(problem)
-    count = CheckmateModel.variable_count(program)
-    if count > MAX_VARIABLES:
-        raise InvalidInputError(
-            f"checkmate's program has up to {count} variables on this graph, above the limit of"
-            f" {MAX_VARIABLES}: use optimal",
-            "/method",
-        )
-    if request.deadline is None:
-        request = replace(request, deadline=time.monotonic() + DEFAULT_SECONDS)
+    request = limited(request, "checkmate", CheckmateModel.variable_count(program), MAX_VARIABLES)
     assert request.deadline is not None
     integral = "integral" not in request.off
     solver = request.solver or "PULP_CBC_CMD"

@@ -15,21 +15,19 @@ ops that run once. The class is a restriction, so the optimum is no bound for al
 plan states none.
 """
 
-import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.memory_bounds import working_set_bound, working_sets
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.core.ssa import SsaForm
-from coop_plan.planner.exact.checkmate import DEFAULT_SECONDS
+from coop_plan.planner.exact.checkmate import limited
 from coop_plan.planner.exact.model.milp import INFINITY, Milp, Outcome, Terms
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.solver.process import SolverProcess
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.placement.layout import lay_out
-from coop_plan.schemas import InvalidInputError
 
 
 @dataclass
@@ -193,15 +191,7 @@ def solve_monet(problem: Problem, request: Request) -> Solution:
         TimeLimitError: no schedule was found in time.
     """
     program = Program.of_versions(SsaForm.unchanged(problem), variants=True)
-    count = MonetModel.variable_count(program)
-    if count > MAX_VARIABLES:
-        raise InvalidInputError(
-            f"monet's program has about {count} variables on this graph, above the limit of"
-            f" {MAX_VARIABLES}: use optimal",
-            "/method",
-        )
-    if request.deadline is None:
-        request = replace(request, deadline=time.monotonic() + DEFAULT_SECONDS)
+    request = limited(request, "monet", MonetModel.variable_count(program), MAX_VARIABLES)
     assert request.deadline is not None
     infeasible = DoesNotFitError(working_set_bound(problem).op)
     capacity = problem.rounded(request.arena_bytes)
