@@ -23,6 +23,7 @@ from coop_plan.planner import (
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.lifetimes import PREFETCH, RUN
 from coop_plan.planner.core.memory_bounds import budget_lower_bound
+from coop_plan.planner.heuristic.coop_offline import in_any_order
 from coop_plan.planner.heuristic.eviction_run import Runner
 from coop_plan.planner.heuristic.params import DEFAULTS
 from coop_plan.planner.heuristic.portfolio import FIRST_LAYOUT, Portfolio
@@ -356,6 +357,16 @@ def test_a_sequence_repeats_the_runs_and_prefetches_of_its_schedule(linked):
     assert runs.tolist() == made.what[made.do == RUN].tolist()
     assert (sequence > problem.op_count).sum() == (made.do == PREFETCH).sum()
     assert not linked or (made.do == PREFETCH).any()
+
+
+def test_a_search_without_transfers_does_not_start_from_them():
+    device = Device(h2d_bytes_per_s=1e10, d2h_bytes_per_s=1e10)
+    problem = Problem.from_graph(stacked(12).model_copy({"device": device}), 8)
+    request = Request(int(0.6 * lay_out_everything(problem).placed.arena_bytes))
+    linked = METHODS["coop-offline"].solve(problem, request).placed
+    assert (linked.schedule.do == PREFETCH).any()
+    alone = in_any_order(problem, replace(request, larger=linked))
+    assert (alone.schedule.do == RUN).all()
 
 
 @pytest.mark.parametrize("method", ["auto", "optimal", "coop-offline", "monet", "checkmate"])

@@ -15,6 +15,7 @@ import numpy as np
 from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.jit import usable_cpus
+from coop_plan.planner.core.lifetimes import RUN
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.heuristic.hill_climb import HillClimbs
@@ -136,6 +137,8 @@ class CoopOffline:
         if self._has_link:
             if known.problem is self.problem:
                 self._transfer_plan, self._best_sequence = known, to_sequence(known.schedule)
+            return
+        if (known.schedule.do != RUN).any():  # `in_any_order` of a problem with transfers
             return
         found = portfolio.candidate_of(to_sequence(known.schedule))
         if found.has_blocks_of(known.schedule):
