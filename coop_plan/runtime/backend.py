@@ -275,8 +275,7 @@ class _Compilation:
             static_inputs=static_inputs,
             variants=variants,
         )
-        alike = not self.any_sizes  # chunks are alike at one size
-        if alike:
+        if not self.any_sizes:  # chunks are equal to the whole at one size
             chunk_heads_beyond(joint, self.options.plan.budget)
         fused = None
         if self.options.kernels == "fused":
@@ -284,7 +283,7 @@ class _Compilation:
                 fused = capture(copy_of(joint), fuse=fuse_regions)
             except CaptureError as error:
                 log.warning("%s: its graph runs eager kernels: %s", self.lines.begin, error)
-        heads = heads_of(joint) if alike else []
+        heads = [] if self.any_sizes else heads_of(joint)
         other = copy_of(joint) if heads else None
         captured = capture(joint)
         captured.any_sizes = self.any_sizes
