@@ -54,7 +54,11 @@ from coop_plan.runtime.torch_internals.dynamo import (
 from coop_plan.runtime.torch_internals.dynamo_graphs import assigns_data, uses_functorch_grad
 from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed, copy_of
 from coop_plan.runtime.torch_internals.kept_traces import slot_compiler
-from coop_plan.runtime.variants.linear_cross_entropy import chunk_heads, heads_of
+from coop_plan.runtime.variants.linear_cross_entropy import (
+    chunk_heads,
+    chunk_heads_beyond,
+    heads_of,
+)
 from coop_plan.runtime.variants.passes import PASSES_FOR_ANY_SIZES, VARIANT_PASSES
 
 log = logging.getLogger("coop-plan")
@@ -271,13 +275,15 @@ class _Compilation:
             static_inputs=static_inputs,
             variants=variants,
         )
+        if not self.any_sizes:  # chunks are equal to the whole at one size
+            chunk_heads_beyond(joint, self.options.plan.budget)
         fused = None
         if self.options.kernels == "fused":
             try:
                 fused = capture(copy_of(joint), fuse=fuse_regions)
             except CaptureError as error:
                 log.warning("%s: its graph runs eager kernels: %s", self.lines.begin, error)
-        heads = [] if self.any_sizes else heads_of(joint)  # chunks are alike at one size
+        heads = [] if self.any_sizes else heads_of(joint)
         other = copy_of(joint) if heads else None
         captured = capture(joint)
         captured.any_sizes = self.any_sizes

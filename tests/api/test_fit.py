@@ -37,10 +37,10 @@ class Captures:
     def capture(self, request):
         self.asked.append((request.spec.name, request.batch))
         size = request.batch * (request.length or 1)
-        graph, fused = self.graphs(request.spec.name, size), None
+        graphs = {"eager": self.graphs(request.spec.name, size)}
         if "fused" in request.kernels:
-            fused = scaled(graph, self.shrunk)
-        return fake_device.Captured(graph, self.eager, fused)
+            graphs["fused"] = scaled(graphs["eager"], self.shrunk)
+        return fake_device.Captured(graphs, self.eager)
 
 
 def scaled(graph, factor):

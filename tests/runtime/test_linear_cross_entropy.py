@@ -11,6 +11,10 @@ from torch.nn import functional as F
 import coop_plan
 from coop_plan import runtime
 from coop_plan.runtime import backend
+from coop_plan.runtime.offline_capture.devices import DeviceSpec
+from coop_plan.runtime.offline_capture.roofline import Roofline
+from coop_plan.runtime.offline_capture.target import graphs_of
+from coop_plan.runtime.torch_internals.fakes import FakeTensorMode, convertible_modules
 from coop_plan.runtime.variants import linear_cross_entropy
 from coop_plan.runtime.variants.linear_cross_entropy_ops import (
     INPUT_GRADIENT,
@@ -154,6 +158,46 @@ def test_bytes_that_the_whole_head_cannot_meet():
     assert in_chunks(steps_equal(model, keep_all // 3, data))
     with pytest.raises(Exception, match="cannot meet a budget of 1000 bytes"):
         coop_plan.train_step(model, 1000)(*data).backward()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_head_beyond_the_budget_is_never_measured_whole(seed, monkeypatch):
+    """Neither its ops nor the bits of its chunks; eager's bits all the same."""
+    draw = random.Random(seed)
+    classes, rows, width = draw.choice([1000, 2500]), draw.choice([128, 300]), 16
+    model, data = Model(classes, width, bias=draw.random() < 0.5), batch(classes, 2, rows // 2)
+    logits = rows * classes * 4
+    checked = []
+
+    def checks(gradient, given, dtype):
+        checked.append(len(given[0]))
+        return run_whole(gradient, given, dtype)
+
+    monkeypatch.setattr(linear_cross_entropy, "run_whole", checks)
+    before = sum(p.nbytes for p in model.parameters())
+    report = steps_equal(model, 2 * before + logits // 2, data)
+    assert in_chunks(report)
+    assert all(count < rows for count in checked)
+    made = max(tensor.bytes for tensor in report.graph.tensors if not tensor.resident)
+    assert made < logits
+
+
+def test_a_model_of_an_absent_device_counts_chunks_as_they_are():
+    """Workspace of an op in chunks is that of this CPU, but for what products allocate."""
+    model, data = Model(1500, 16, bias=True), batch(1500, 2, 64)
+    keep_all = steps_equal(model, "100%", data).budget_bytes
+    measured = steps_equal(model, keep_all // 3, data).graph
+    spec = DeviceSpec(kind="cpu", memory_bytes=2**34, flops={"float32": 1e9}, bytes_per_s=1e10)
+    with FakeTensorMode(), convertible_modules():
+        absent, fakes = Model(1500, 16, bias=True), batch(1500, 2, 64)
+    graphs = graphs_of(absent, fakes, model=Roofline(spec), chunks=True)
+    found = [op for op in graphs["chunked"].ops if op.name.startswith(CHUNKED)]
+    others = [op for op in measured.ops if op.name.startswith(CHUNKED)]
+    assert [op.name for op in found] == [op.name for op in others]
+    for op, other in zip(found, others, strict=True):
+        assert op.workspace_bytes == pytest.approx(other.workspace_bytes, rel=0.25)
+    product = max(op.cost_us for op in graphs["eager"].ops if op.name == "aten.addmm.default")
+    assert all(product < op.cost_us < 3 * product for op in found)
 
 
 def smoothed(model, words, target):

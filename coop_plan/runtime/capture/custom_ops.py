@@ -30,6 +30,10 @@ BOXED_KERNELS: dict[OpOverload, Callable[[list[torch.Tensor]], Sequence[torch.Te
 """Kernels by op that take the op's inputs, one list of tensors, and clear the list."""
 
 
+COMPOSED_KERNELS: dict[OpOverload, Callable[..., Any]] = {}
+"""Kernels by op that consist of other ops on tensors alone: a cost model adds those up."""
+
+
 OutTensors = Sequence[torch.Tensor | None]
 """Tensors to write the first results of an op into; None: the op allocates the result."""
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from coop_plan.runtime.errors import CaptureError, RuntimeRefusalError
-from coop_plan.runtime.kernels import Kernels
+from coop_plan.runtime.kernels import GraphKind, Kernels
 from coop_plan.runtime.offline_capture.devices import DeviceSpec
 from coop_plan.runtime.offline_capture.eager_parts import EagerMemory, held_padding
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
@@ -42,8 +42,9 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `target` is `package.module:function`, called with `batch` and `length` if they are set.
     The states of `optimizer` are in the captured graph (`optimizer_state`) unless `states` is false
-    or `eager` true; that counts an eager iteration. Graphs are captured over each of `kernels`. If
-    it `accumulates`, earlier micro-batches have left gradients.
+    or `eager` true; that counts an eager iteration. Graphs are captured over each of `kernels`,
+    and with `chunks` one with heads in chunks, if they are the largest ops. If it `accumulates`,
+    earlier micro-batches have left gradients.
     """
 
     target: str
@@ -55,6 +56,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     eager: bool = False
     kernels: tuple[Kernels, ...] = ("eager",)
     accumulates: bool = False
+    chunks: bool = False
 
 
 class CaptureResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +65,7 @@ class CaptureResponse(msgspec.Struct, frozen=True, kw_only=True):
     `eager` is the memory of the eager iteration, if that was requested.
     """
 
-    graphs: dict[Kernels, str] = {}
+    graphs: dict[GraphKind, str] = {}
     eager: EagerMemory | None = None
     error: str = ""
     invalid: bool = False
@@ -72,12 +74,16 @@ class CaptureResponse(msgspec.Struct, frozen=True, kw_only=True):
 class Captured(NamedTuple):
     """Captured graphs, and the memory of the eager iteration if that was requested.
 
-    `graph` is over the first of the requested kernels, `fused` over regions if requested.
+    `graphs` has one over each of the requested kernels, `graph` is the first.
     """
 
-    graph: Graph
+    graphs: dict[GraphKind, Graph]
     eager: EagerMemory | None
-    fused: Graph | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """The graph over the first of the requested kernels."""
+        return next(iter(self.graphs.values()))
 
 
 class OfflineCapture:
@@ -125,7 +131,7 @@ class OfflineCapture:
             kernels: parse_graph(graph, source="captured graph")
             for kernels, graph in found.graphs.items()
         }
-        return Captured(graphs[request.kernels[0]], found.eager, graphs.get("fused"))
+        return Captured(graphs, found.eager)
 
     def _child(self, spec: DeviceSpec) -> "subprocess.Popen[bytes]":
         if spec.kind not in self._children:
@@ -249,7 +255,7 @@ def _capture(request: CaptureRequest) -> CaptureResponse:
             return MemoryEnvironment(consumed=frozenset(consumable(captured)))
         return with_held(captured, held_padding(kind, len(sizes(captured))))
 
-    def captured() -> dict[Kernels, Graph]:
+    def captured() -> dict[GraphKind, Graph]:
         gc.disable()  # it frees nothing of a trace, and takes a tenth of its time
         try:
             return graphs_of(
@@ -260,6 +266,7 @@ def _capture(request: CaptureRequest) -> CaptureResponse:
                 optimizer=optimizer if request.states and log is None else None,
                 environment=environment if in_backward or request.accumulates else None,
                 kernels=request.kernels,
+                chunks=request.chunks,
             )
         finally:
             gc.enable()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from coop_plan.planner import Progress
@@ -9,7 +10,7 @@ from coop_plan.planner.fit import Budgeting, Largest, largest_sizes
 from coop_plan.planner.fit import fit as plans_of
 from coop_plan.planner.progress import Work
 from coop_plan.runtime.errors import RuntimeRefusalError
-from coop_plan.runtime.kernels import Kernels
+from coop_plan.runtime.kernels import GraphKind, Kernels
 from coop_plan.runtime.offline_capture import devices as device_files
 from coop_plan.runtime.offline_capture import fake_device
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
@@ -78,6 +79,9 @@ def fit(
         accumulate: gradients of several micro-batches add up before the optimizer's step.
         kernels: "fused" plans the step over fused regions, too, and takes the better plan.
 
+    With the largest product of classes and its loss in chunks, plans are those of chunks whose bits
+    only the device can check (`head_in_chunks`).
+
     Raises:
         InvalidInputError: options of an optimizer without one, `lengths` without a length, or
             gradients that add up or are clipped, and are freed in the backward.
@@ -124,6 +128,7 @@ def fit(
                 eager=eager,
                 kernels=kinds,
                 accumulates=accumulate,
+                chunks=True,
                 **sizes,
             )
             found = captures.capture(request)
@@ -151,36 +156,39 @@ def _figures_on(
     shards: int | None,
 ) -> dict[str, Any]:
     found = capture(sizes, True)
-    graph, eager, graphs = found.graph, found.eager, _by_kernels(found)
+    graph, eager, graphs = found.graph, found.eager, found.graphs
     assert eager is not None
     available = int((there.memory_bytes - there.context) / (1 + margin))
     rests = there.kind == "cpu"
     room = eager.step_budget(graph, available, rests=rests)
     budget = Budgeting(room - eager.updating_bytes(rests=rests), "gradients")
     options: dict[str, Any] = {"budget": room, "outputs": budget.outputs}
-    if len(graphs) > 1:
+    if "fused" in graphs:
         options["kernels"] = "fused"
 
-    def of(made: Plan | None, batch: int | None = None) -> dict[str, Any]:
+    def of(kind: GraphKind, made: Plan | None, batch: int | None = None) -> dict[str, Any]:
         """A plan's figures; `peak_bytes` includes the bytes outside the step."""
         if made is None:
             return {}
         batch = batch or sizes["batch"] or 1
         return {
-            "peak_bytes": eager.with_plan(graph, made, rests=rests),
-            "budget_bytes": eager.step_bytes(graph, made, rests=rests),
+            "peak_bytes": eager.with_plan(graphs[kind], made, rests=rests),
+            "budget_bytes": eager.step_bytes(graphs[kind], made, rests=rests),
             "overhead": made.overhead,
             "cost_us": made.cost_us,
             "samples_per_s": batch / max(made.cost_us * 1e-6, 1e-12),
+            "head_in_chunks": kind == "chunked",
         }
 
-    fits = {kernels: plans_of(over, budget) for kernels, over in graphs.items()}
-    as_it_is = of(fits["eager"].kept) | {"peak_bytes": eager.peak_bytes, "budget_bytes": None}
-    kept = min((found.kept for found in fits.values()), key=_by_peak)
-    least = min((found.least for found in fits.values()), key=_by_budget)
-    planned = [found.planned for found in fits.values() if found.planned is not None]
-    smallest = of(_whole_budget(least))
-    within = of(min(planned, key=_by_cost)) if planned else dict(smallest)
+    fits = {kind: plans_of(over, budget) for kind, over in graphs.items()}
+    kept = {kind: of(kind, found.kept) for kind, found in fits.items() if kind != "chunked"}
+    as_it_is = kept["eager"] | {"peak_bytes": eager.peak_bytes, "budget_bytes": None}
+    smallest = min(
+        (of(kind, _whole_budget(found.least)) for kind, found in fits.items()),
+        key=itemgetter("budget_bytes", "cost_us"),
+    )
+    planned = [of(kind, found.planned) for kind, found in fits.items() if found.planned]
+    within = min(planned, key=itemgetter("cost_us", "peak_bytes"), default=dict(smallest))
     if eager.peak_bytes < smallest["peak_bytes"]:
         smallest = as_it_is
     if max(eager.loading_bytes, within["peak_bytes"]) > available:
@@ -197,7 +205,7 @@ def _figures_on(
         "dtype": eager.dtype,
         "without_loss": eager.without_loss or None,
         "eager": eager.figures(),
-        "keep_all": of(kept),
+        "keep_all": min(kept.values(), key=itemgetter("peak_bytes", "cost_us")),
         "smallest": smallest,
         "within": within or None,
         "first_call_bytes": max(map(_first_call_bytes, graphs.values())),
@@ -211,27 +219,10 @@ def _figures_on(
     return figures
 
 
-def _by_kernels(found: fake_device.Captured) -> dict[Kernels, Graph]:
-    graphs: dict[Kernels, Graph] = {"eager": found.graph}
-    return graphs if found.fused is None else graphs | {"fused": found.fused}
-
-
 def _whole_budget(made: Plan) -> Plan:
     """A plan with all bytes of its budget, which one at other costs may take."""
     arena = made.arena_bytes + made.budget_bytes - made.peak_bytes
     return made.model_copy({"peak_bytes": made.budget_bytes, "arena_bytes": arena})
-
-
-def _by_peak(made: Plan) -> tuple[float, float]:
-    return made.peak_bytes, made.cost_us
-
-
-def _by_budget(made: Plan) -> tuple[float, float]:
-    return made.budget_bytes, made.cost_us
-
-
-def _by_cost(made: Plan) -> tuple[float, float]:
-    return made.cost_us, made.peak_bytes
 
 
 def _first_call_bytes(graph: Graph) -> int:
@@ -245,7 +236,7 @@ def _first_call_bytes(graph: Graph) -> int:
 
 
 def _largest(
-    graphs: Mapping[Kernels, Graph],
+    graphs: Mapping[GraphKind, Graph],
     capture: Capture,
     sizes: Sizes,
     size: str,
@@ -257,28 +248,26 @@ def _largest(
     assert first is not None
     captured = {first: graphs}
 
-    def graph_at(kernels: Kernels, number: int) -> Graph:
+    def graph_at(kind: GraphKind, number: int) -> Graph:
         try:
             if number not in captured:
-                captured[number] = _by_kernels(capture({**sizes, size: number}, False))
+                captured[number] = capture({**sizes, size: number}, False).graphs
         except (InvalidInputError, RuntimeRefusalError) as error:
             raise InvalidInputError(f"at {size} {number}, {error}") from None
-        return captured[number][kernels]
+        return captured[number][kind]
 
-    found: dict[str, Largest] = {}
-    for kernels in graphs:
-        over = largest_sizes(partial(graph_at, kernels), first, budget, LIMITS)
-        found = {name: max(found.get(name, best), best, key=_size) for name, best in over.items()}
+    found: dict[str, tuple[GraphKind, Largest]] = {}
+    for kind in graphs:
+        over = largest_sizes(partial(graph_at, kind), first, budget, LIMITS)
+        for name, best in over.items():
+            if name not in found or best.size > found[name][1].size:
+                found[name] = kind, best
     figures = {
         name: {
             "limit": best.limit,
             size: best.size,
-            "plan": of(best.plan, best.size if size == "batch" else None),
+            "plan": of(kind, best.plan, best.size if size == "batch" else None),
         }
-        for name, best in found.items()
+        for name, (kind, best) in found.items()
     }
     return {"largest" if size == "batch" else "longest": figures}
-
-
-def _size(best: Largest) -> int:
-    return best.size

@@ -12,16 +12,20 @@ finds them for the device. It moves each input and result once, and tensors betw
 *Workspace* follows documented formulas. Flash attention's backward has a float32 accumulator and
 one float32 per row (flash-attention 2, `mha_bwd`), and the gradients of all heads if heads share
 keys. Efficient attention's backward has one float32 per row. cuBLAS has a resident workspace of
-fixed size. A fused region has the tensors between its kernels. All other ops have none: that of a
+fixed size. A fused region has the tensors between its kernels. An op that consists of others costs
+what they cost, and has the tensors between them. All other ops have none: that of a
 convolution depends on cuDNN's choice. On the CPU workspace is measured (`library_memory.py`).
 """
 
 import dataclasses
+import weakref
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from coop_plan.runtime.capture.custom_ops import COMPOSED_KERNELS
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.fused.compiled import MODELLED
 from coop_plan.runtime.offline_capture.devices import DeviceSpec
@@ -37,6 +41,7 @@ from coop_plan.runtime.torch_internals.ops import (
     storage_key,
     tree_flatten,
 )
+from coop_plan.runtime.torch_internals.tracing import TorchDispatchMode
 
 aten = torch.ops.aten
 
@@ -100,7 +105,8 @@ class Roofline:
         on_cpu = self.spec.kind == "cpu"
         if known := library_profile(target, args, kwargs) if on_cpu else None:
             work = work_of(target, args, kwargs, result)
-            return dataclasses.replace(known, cost_us=self._cost_us(work))
+            return dataclasses.replace(known, cost_us=self.cost_us(work))
+        inner = self._inner_ops(target, args) if target in COMPOSED_KERNELS else None
         inputs = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
         outputs = _outputs(target, inputs, tree_flatten(result)[0])
         results = tree_flatten(result)[0]
@@ -113,25 +119,37 @@ class Roofline:
             and output.bytes
             and results[position].device.type == self.spec.kind
         )
+        made = sum(output.bytes for output in outputs if output is not None and output.alias < 0)
         region = MODELLED.get(target)
-        workspace = (
-            region.scratch_bytes
-            if region
-            else workspace_bytes(self.spec.kind, target, args, kwargs)
-        )
+        if inner is not None:
+            workspace = max(0, inner.peak_bytes - made)
+        elif region is not None:
+            workspace = region.scratch_bytes
+        else:
+            workspace = workspace_bytes(self.spec.kind, target, args, kwargs)
         if workspace:
             allocations = (Allocation(workspace, -1, 0), *allocations)
-        made = sum(output.bytes for output in outputs if output is not None and output.alias < 0)
         if not made:
             return OpProfile(0.0, outputs, allocations, workspace, 0)
-        if region is None:
-            cost = self._cost_us(work_of(target, args, kwargs, result))
+        if inner is not None:
+            cost = inner.cost_us
+        elif region is None:
+            cost = self.cost_us(work_of(target, args, kwargs, result))
         else:
             work = OpWork("memory", 0, region.moved_bytes, results[0].dtype)
-            cost = max(self._cost_us(work), self.spec.launch_us * region.kernels)
+            cost = max(self.cost_us(work), self.spec.launch_us * region.kernels)
         return OpProfile(cost, outputs, allocations, workspace, 0)
 
-    def _cost_us(self, work: "OpWork") -> float:
+    def _inner_ops(self, target: OpOverload, args: Sequence[Any]) -> "_InnerOps":
+        """Time and memory of the ops that an op consists of, which run on fake tensors."""
+        inner = _InnerOps(self)
+        fake = next(value for value in args if isinstance(value, FakeTensor))
+        with torch.no_grad(), fake.fake_mode, inner:
+            COMPOSED_KERNELS[target](*args)
+        return inner
+
+    def cost_us(self, work: "OpWork") -> float:
+        """Time of an op's work, µs."""
         spec = self.spec
         seconds = work.bytes / (spec.bytes_per_s * spec.memory_share)
         if work.kind != "memory":
@@ -148,6 +166,48 @@ class Roofline:
             allowed = backends.cudnn.allow_tf32 if convolution else backends.cuda.matmul.allow_tf32
             name = "tf32" if allowed and "tf32" in self.spec.flops else name
         return self.spec.flops.get(name, self.spec.flops["float32"])
+
+
+class _InnerOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode that adds up the times of ops, and counts the memory that they allocate."""
+
+    def __init__(self, model: Roofline) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model = model
+        self.cost_us = 0.0
+        self.peak_bytes = 0
+        self._live: dict[Hashable, tuple[int, weakref.ref[Any]]] = {}
+        self._bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = {storage_key(v) for v in tree_flatten((args, kwargs))[0] if _is_tensor(v)}
+        made = [v for v in tree_flatten(result)[0] if _is_tensor(v)]
+        for value in made:
+            if storage_key(value) not in given:
+                self._count(value)
+        if made and not func.is_view:
+            self.cost_us += self.model.cost_us(work_of(func, args, kwargs, result))
+        return result
+
+    def _count(self, value: torch.Tensor) -> None:
+        storage, key = value.untyped_storage(), storage_key(value)
+        size = storage.nbytes()
+
+        def freed(_: object) -> None:
+            del self._live[key]
+            self._bytes -= size
+
+        self._live[key] = size, weakref.ref(storage, freed)
+        self._bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 class OpWork(NamedTuple):

@@ -14,10 +14,11 @@ from coop_plan.runtime.capture.diagnostics import explain_failure, user_location
 from coop_plan.runtime.capture.joint_graph import Captured, capture_joint
 from coop_plan.runtime.capture.tracing_rules import as_eager
 from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.execute.first_plan import ChunkedGraph
 from coop_plan.runtime.fused.compiled import compiled_op, modelled_op
 from coop_plan.runtime.fused.regions import fuse_regions
 from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment, under
-from coop_plan.runtime.kernels import Kernels
+from coop_plan.runtime.kernels import GraphKind, Kernels
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
 from coop_plan.runtime.offline_capture.optimizer_state import with_optimizer_state
 from coop_plan.runtime.offline_capture.roofline import Roofline
@@ -35,6 +36,7 @@ from coop_plan.runtime.torch_internals.fakes import (
     DynamicOutputShapeException,
 )
 from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, copy_of
+from coop_plan.runtime.variants.linear_cross_entropy import chunk_heads, heads_of
 from coop_plan.runtime.variants.passes import VARIANT_PASSES
 from coop_plan.schemas import Graph, InvalidInputError
 
@@ -173,12 +175,14 @@ def graphs_of(
     variants: bool = False,
     environment: Callable[[Captured], MemoryEnvironment] | None = None,
     kernels: Sequence[Kernels] = ("eager",),
-) -> dict[Kernels, Graph]:
+    chunks: bool = False,
+) -> dict[GraphKind, Graph]:
     """The profiled joint graphs of `step(*args, **kwargs)` by `kernels`; the step is not run.
 
     With a cost `model` all tensors are fake ones. The state of an `optimizer` is a resident tensor
     (`optimizer_state`). `variants` adds variants of ops, if there is no `model`. `environment`
-    is of the captured step: none without it.
+    is of the captured step: none without it. With `chunks` a graph has the heads in chunks, if no
+    other op needs as much memory as their logits; it is that of the smallest chunks, unchecked.
 
     Raises:
         CaptureError: a graph break, nothing that needs a gradient, or an op that cannot be planned.
@@ -186,7 +190,7 @@ def graphs_of(
     """
     if "fused" in kernels:
         check_fused()
-    found: dict[Kernels, Captured] = {}
+    found: dict[GraphKind, Captured] = {}
     op_of = compiled_op if model is None else modelled_op
     passes: dict[Kernels, Any] = {"eager": None, "fused": partial(fuse_regions, op_of=op_of)}
 
@@ -200,10 +204,23 @@ def graphs_of(
     ) -> Any:
         static = static_lifetime_input_indices or ()
         ways = VARIANT_PASSES if variants else None
+
+        def capture_as(module: fx.GraphModule, fuse: Any = None) -> Captured:
+            return capture_joint(module, num_fwd_outputs, static, name, model, ways, fuse)
+
+        def in_chunks() -> Captured | None:
+            other = copy_of(joint)
+            return capture_as(other) if chunk_heads(other, checked=False) else None
+
         for kind in kernels:
-            found[kind] = capture_joint(
-                *(copy_of(joint), num_fwd_outputs, static, name, model, ways, passes[kind])
-            )
+            module = copy_of(joint)
+            heads = heads_of(module) if chunks and kind == "eager" else []
+            found[kind] = capture_as(module, passes[kind])
+            graph = ChunkedGraph.of(found[kind], heads, in_chunks)
+            if graph is not None and graph.may_lower_min:
+                chunked = graph.capture()
+                if chunked is not None:
+                    found["chunked"] = chunked
         raise _CapturedError
 
     def refuse(*_: Any) -> Any:
@@ -234,7 +251,7 @@ def graphs_of(
         restore()
     if not found:
         raise CaptureError(f"'{name}' was not captured: it runs no PyTorch op on tensors")
-    made: dict[Kernels, Graph] = {}
+    made: dict[GraphKind, Graph] = {}
     for kind, captured in found.items():
         if environment is not None:
             captured = under(captured, environment(captured))

@@ -20,11 +20,13 @@ from coop_plan.runtime.capture.profiler import (
     signature,
     synthetic_arguments,
 )
+from coop_plan.runtime.torch_internals.joint_graphs import is_primal
 from coop_plan.runtime.torch_internals.ops import (
     LOG_SOFTMAX,
     LOG_SOFTMAX_BACKWARD,
     TO_COPY,
     UNTAGGED_VIEWS,
+    storage_key,
 )
 from coop_plan.runtime.variants.bitwise_check import all_bitwise_equal, cached_check
 from coop_plan.runtime.variants.linear_cross_entropy_ops import (
@@ -33,11 +35,18 @@ from coop_plan.runtime.variants.linear_cross_entropy_ops import (
     WEIGHT_GRADIENT,
     run_whole,
 )
+from coop_plan.schemas.units import Budget
 
 CHUNKS = 64
 """Number of chunks, if so many have eager's bits; else fewer, of twice the size, and so on.
 
 Sizes are powers of two: of products of other sizes fewer have the bits of the whole.
+"""
+
+CHECKED_COPIES = 5
+"""Matrices of the logits' size that a comparison of bits has at once, at most.
+
+It also has a copy of the weights, and their gradient.
 """
 
 MIN_ROWS, MIN_CLASSES = 16, 64
@@ -97,13 +106,45 @@ def heads_of(module: fx.GraphModule) -> list[Head]:
     return [head for loss in found if (head := _head_of(loss)) is not None]
 
 
+def chunk_heads_beyond(module: fx.GraphModule, budget: Budget) -> bool:
+    """Chunk the heads, as `chunk_heads` does, if a budget cannot hold one of them.
+
+    It would hold the inputs of the step, the logits and their softmax. Then no op on whole logits
+    is measured.
+    """
+    heads = heads_of(module)
+    if budget.kind != "bytes" or not heads:
+        return False
+    inputs = (node.meta["val"] for node in module.graph.nodes if is_primal(node))
+    bytes_of = {
+        storage_key(value): _storage_bytes(value)
+        for value in inputs
+        if isinstance(value, torch.Tensor)
+    }
+    room = int(budget.value) - sum(bytes_of.values())
+    needs = (
+        _storage_bytes(h.product.meta["val"]) + _storage_bytes(h.softmax.meta["val"]) for h in heads
+    )
+    return max(needs) > room and chunk_heads(module, room=room)
+
+
+def _storage_bytes(value: torch.Tensor) -> int:
+    return int(value.untyped_storage().nbytes())
+
+
 @profile_session()
-def chunk_heads(module: fx.GraphModule) -> bool:
+def chunk_heads(module: fx.GraphModule, *, checked: bool = True, room: int | None = None) -> bool:
     """Replace each head of a joint graph by ops in chunks, in place; False if there is none.
 
-    A head of whose chunks none has the bits of the whole is left.
+    A head of whose chunks none has the bits of the whole is left. For an absent device bits are not
+    `checked`: it gets as many chunks as it can have. With `room` in bytes, bits are compared
+    on as many rows as it holds, or on two of the smallest chunks.
     """
-    sizes = [(head, _chunk_sizes(head)) for head in heads_of(module)]
+
+    def sizes_of(head: Head) -> tuple[int, int] | None:
+        return _chunk_sizes(head, room) if checked else _smallest_sizes(head)
+
+    sizes = [(head, sizes_of(head)) for head in heads_of(module)]
     for head, chunk in sizes:
         if chunk is not None:
             _replace(head, *chunk)
@@ -242,15 +283,22 @@ def _gradient_kind(end: fx.Node, product: fx.Node, inside: set[fx.Node]) -> str 
     return None
 
 
-def _chunk_sizes(head: Head) -> tuple[int, int] | None:
+def _chunk_sizes(head: Head, room: int | None) -> tuple[int, int] | None:
     """Rows and classes of the largest number of chunks with eager's bits; None if none has them."""
     dtype, fakes = head.softmax.meta["val"].dtype, fake_values(head.arguments)
+    row_sizes, class_sizes = _sizes_of(head)
+    rows, classes = head.product.meta["val"].shape
+    if room is not None:
+        hidden, matrix, bias, target, *options, _ = fakes
+        held = (room - 2 * _storage_bytes(matrix)) // (CHECKED_COPIES * classes * dtype.itemsize)
+        held = min(rows, max(held, 2 * min(row_sizes, default=0)))
+        fakes = hidden[:held], matrix, bias, target[:held], *options, []
+        row_sizes = [size for size in row_sizes if size < held]
 
     def run_check() -> list[int]:
         made, _ = synthetic_arguments(LOSS, (*fakes, dtype, MIN_ROWS), {})
         given: Any = made[: len(fakes)]
-        hidden, matrix, _, target, reduction, *_ = given
-        rows, classes = len(hidden), matrix.shape[1]
+        hidden, _, _, target, reduction, *_ = given
         torch.arange(len(target), out=target).mul_(RANDOM_PERIOD).remainder_(classes)
         gradient = torch.ones((), dtype=dtype, device=hidden.device)
         gradient = gradient if reduction else gradient.repeat(len(target))
@@ -268,23 +316,31 @@ def _chunk_sizes(head: Head) -> tuple[int, int] | None:
             made = WEIGHT_GRADIENT(gradient, *given, total, *sums, dtype, size)
             return all_bitwise_equal(made, (by_weight, by_bias))
 
-        chunk_rows = next(filter(rows_equal, _sizes(rows, MIN_ROWS)), 0)
+        chunk_rows = next(filter(rows_equal, row_sizes), 0)
         sums = LOSS(*given, dtype, chunk_rows)[2:] if chunk_rows else ()
-        chunk_classes = chunk_rows and next(filter(classes_equal, _sizes(classes, MIN_CLASSES)), 0)
+        chunk_classes = chunk_rows and next(filter(classes_equal, class_sizes), 0)
         return [chunk_rows, chunk_classes] if chunk_classes else []
 
-    key = signature(LOSS, (*fakes, dtype, MIN_ROWS), {})
+    key = signature(LOSS, (*fakes, dtype, *row_sizes[:1]), {})
     found = cached_check("chunks alike", key, list[int], run_check)
     return (found[0], found[1]) if found else None
 
 
-def _sizes(count: int, least: int) -> Iterator[int]:
-    """Sizes of chunks to try."""
-    size = least
-    while size < count:
-        if size * CHUNKS >= count:
-            yield size
-        size *= 2
+def _smallest_sizes(head: Head) -> tuple[int, int] | None:
+    """Rows and classes of the largest number of chunks."""
+    rows, classes = _sizes_of(head)
+    return (rows[0], classes[0]) if rows and classes else None
+
+
+def _sizes_of(head: Head) -> tuple[list[int], list[int]]:
+    """Rows and classes of chunks to try, from the smallest on."""
+    rows, classes = head.product.meta["val"].shape
+    return _sizes(rows, MIN_ROWS), _sizes(classes, MIN_CLASSES)
+
+
+def _sizes(count: int, least: int) -> list[int]:
+    powers = (1 << i for i in range(count.bit_length()))
+    return [size for size in powers if least <= size < count <= size * CHUNKS]
 
 
 def _replace(head: Head, rows: int, classes: int) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.capture.custom_ops import chunk_slices, define_op
+from coop_plan.runtime.capture.custom_ops import COMPOSED_KERNELS, chunk_slices, define_op
 from coop_plan.runtime.torch_internals.ops import log_softmax_backward
 
 _aten = torch.ops.aten
@@ -202,7 +202,9 @@ def run_whole(
 
 
 def _define(name: str, arguments: str, results: str, run: Any) -> Any:
-    return define_op(f"linear_cross_entropy{name}", f"({arguments}) -> {results}", run)
+    op = define_op(f"linear_cross_entropy{name}", f"({arguments}) -> {results}", run)
+    COMPOSED_KERNELS[op] = run
+    return op
 
 
 _HEAD = (

@@ -25,7 +25,11 @@ from coop_plan.runtime.reports import StepReport, add, reports
 from coop_plan.runtime.source_lines import SourceLines, source_lines_of
 from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed, copy_of, is_tangent
 from coop_plan.runtime.torch_internals.tracing import without_modes
-from coop_plan.runtime.variants.linear_cross_entropy import chunk_heads, heads_of
+from coop_plan.runtime.variants.linear_cross_entropy import (
+    chunk_heads,
+    chunk_heads_beyond,
+    heads_of,
+)
 from coop_plan.runtime.variants.passes import VARIANT_PASSES
 from coop_plan.runtime.whole_iteration.graph import (
     IN_PLACE_SUMS,
@@ -205,6 +209,7 @@ class TrainIteration:
             joint = copy_of(traced.joint)
             return capture(graph_of(joint)) if chunk_heads(joint) else None
 
+        chunk_heads_beyond(traced.joint, self._options.plan.budget)
         module = graph_of(traced.joint)
         heads = heads_of(module)
         captured = capture(module)
