@@ -246,6 +246,13 @@ def test_a_head_whose_products_differ_in_chunks_is_left(monkeypatch):
     assert not in_chunks(steps_equal(model, "min", data))
 
 
+def test_frozen_weights_need_no_chunks_of_classes(monkeypatch):
+    monkeypatch.setattr(linear_cross_entropy, "WEIGHT_GRADIENT", None)
+    model, data = Model(1300, 16), batch(1300, 2, 40)
+    model.head.weight.requires_grad_(False)
+    assert in_chunks(steps_equal(model, "min", data))
+
+
 def test_a_target_out_of_range_is_eagers_error():
     model, (words, target) = Model(1200, 16), batch(1200, 2, 40)
     step = coop_plan.train_step(model, "min")

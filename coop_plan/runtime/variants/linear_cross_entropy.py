@@ -313,15 +313,17 @@ def _chunk_sizes(head: Head, room: int | None) -> tuple[int, int] | None:
             return all_bitwise_equal((*made[0], made[1]), (*forward, by_input))
 
         def classes_equal(size: int) -> bool:
+            if head.by_weight is None:
+                return True
             made = WEIGHT_GRADIENT(gradient, *given, total, *sums, dtype, size)
             return all_bitwise_equal(made, (by_weight, by_bias))
 
         chunk_rows = next(filter(rows_equal, row_sizes), 0)
         sums = LOSS(*given, dtype, chunk_rows)[2:] if chunk_rows else ()
-        chunk_classes = chunk_rows and next(filter(classes_equal, class_sizes), 0)
-        return [chunk_rows, chunk_classes] if chunk_classes else []
+        chunk_classes = next(filter(classes_equal, class_sizes), None) if chunk_rows else None
+        return [] if chunk_classes is None else [chunk_rows, chunk_classes]
 
-    key = signature(LOSS, (*fakes, dtype, *row_sizes[:1]), {})
+    key = signature(LOSS, (*fakes, dtype, row_sizes, class_sizes), {})
     found = cached_check("chunks alike", key, list[int], run_check)
     return (found[0], found[1]) if found else None
 
@@ -333,9 +335,10 @@ def _smallest_sizes(head: Head) -> tuple[int, int] | None:
 
 
 def _sizes_of(head: Head) -> tuple[list[int], list[int]]:
-    """Rows and classes of chunks to try, from the smallest on."""
+    """Rows and classes of chunks to try, from the smallest on; frozen weights need no classes."""
     rows, classes = head.product.meta["val"].shape
-    return _sizes(rows, MIN_ROWS), _sizes(classes, MIN_CLASSES)
+    of_classes = [0] if head.by_weight is None else _sizes(classes, MIN_CLASSES)
+    return _sizes(rows, MIN_ROWS), of_classes
 
 
 def _sizes(count: int, least: int) -> list[int]:
