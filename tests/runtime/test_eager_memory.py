@@ -196,6 +196,27 @@ def test_masters_are_weights_and_their_gradients_temporaries():
     assert found.update_bytes == pytest.approx(4 * weights, rel=0.01)
 
 
+@given(st.integers(1, 3), st.integers(1, 8))
+def test_a_loss_lives_until_the_update_ends(outputs, rows):
+    """A loop has it in a variable; outputs that are no losses may be of any size."""
+
+    def step_of(reduced):
+        def make():
+            model = nn.Linear(16, 16)
+
+            def step(x):
+                found = [model(x) * (number + 1) for number in range(outputs)]
+                return [value.square().mean() for value in found] if reduced else found
+
+            return step, (torch.randn(rows, 16),), model
+
+        return counted(make, "adamw")
+
+    with_losses, without = step_of(True), step_of(False)
+    assert with_losses.update.total == without.update.total + 64 * outputs
+    assert without.without_loss == (rows, 16)
+
+
 def test_an_optimizer_in_the_backward_frees_each_gradient():
     found, after = (
         counted(lambda: layers(rows=8), "adamw", update=update) for update in ("backward", "plain")
