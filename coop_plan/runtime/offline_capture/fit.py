@@ -161,13 +161,18 @@ def _figures_on(
     if len(graphs) > 1:
         options["kernels"] = "fused"
 
-    def of(made: Plan | None, batch: int | None = None) -> dict[str, Any]:
-        """A plan's figures; `peak_bytes` includes the bytes outside the step."""
+    def of(
+        made: Plan | None, batch: int | None = None, *, scattered: bool = True
+    ) -> dict[str, Any]:
+        """A plan's figures; `peak_bytes` includes the bytes outside the step.
+
+        The runtime finds a plan at its own costs, which may leave gradients elsewhere.
+        """
         if made is None:
             return {}
         batch = batch or sizes["batch"] or 1
         return {
-            "peak_bytes": eager.with_plan(graph, made, rests=rests),
+            "peak_bytes": eager.with_plan(graph, made, rests=rests, scattered=scattered),
             "budget_bytes": eager.step_bytes(graph, made, rests=rests),
             "overhead": made.overhead,
             "cost_us": made.cost_us,
@@ -197,7 +202,7 @@ def _figures_on(
         "dtype": eager.dtype,
         "without_loss": eager.without_loss or None,
         "eager": eager.figures(),
-        "keep_all": of(kept),
+        "keep_all": of(kept, scattered=False),
         "smallest": smallest,
         "within": within or None,
         "first_call_bytes": max(map(_first_call_bytes, graphs.values())),
