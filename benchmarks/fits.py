@@ -6,7 +6,7 @@ Each setup is rebuilt from its configuration with random weights, on fake tensor
 nothing is downloaded. "Published" is the figure of its authors, and "measured" its counter. "Eager"
 is eager PyTorch of this version, counted; models have what older versions kept besides. "Keep-all"
 and, with `--smallest`, the smallest are plans with the bytes outside the step.
-Exits 1 if eager differs from an allocated figure by more than 6 % without a reason.
+Exits 1 if eager differs from a figure by more than 6 %, or by more than its reason explains.
 """
 
 import sys
@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.fit_models import DilatedFCN, LoraTransformer, in_four_bits, old_attention
+from benchmarks.fit_models import (
+    DilatedFCN,
+    LoraTransformer,
+    VisionTransformer,
+    in_four_bits,
+    old_attention,
+)
 from benchmarks.report import Column, Report, parser, scaled
 from coop_plan.planner import plan
 from coop_plan.runtime.offline_capture.devices import device
@@ -26,6 +32,11 @@ from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
 
 DEVICE = "a100-80gb"
 TOLERANCE = 0.06
+"""Difference from a figure, relative to it, that needs no reason."""
+
+SLACK = 0.01
+"""Difference beyond the explained one, of a setup with a reason."""
+
 GIGA = 1e-9
 GIB = 1.024**3
 """Bytes of a figure by 1024, in GB."""
@@ -35,7 +46,7 @@ IN_BACKWARD = "pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tut
 COLLECTED = "figure collected for issue 49; its source was not looked up again"
 LITGPT = "github.com/Lightning-AI/litgpt, tutorials/resource-tables.md: PyTorch 2.1, A100-40GB"
 MMSEG = "github.com/open-mmlab/mmsegmentation, configs/fcn: 4 GPUs, 2 images each"
-RASCHKA = "lightning.ai/pages/community/tutorial/pytorch-memory-vit-llm"
+RASCHKA = "github.com/rasbt/pytorch-memory-optim, logs.md: PyTorch 2.1 of 23 June 2023"
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,8 @@ class Setup:
 
     `measured` is the counter: allocated, reserved, or the driver's less its context.
     Gradients that are `zeroed` stay between steps (PyTorch before 2.0, `Optimizer.zero_grad`).
-    `reason` explains a difference of more than the tolerance.
+    `reason` explains a difference of more than the tolerance, up to `explains`, relative to the
+    figure.
     """
 
     target: str
@@ -56,29 +68,45 @@ class Setup:
     update: str | None = None
     zeroed: bool = False
     reason: str = ""
+    explains: float = 0.0
 
     @property
     def name(self) -> str:
         parts = (self.target, self.batch, self.optimizer, self.update)
         return " ".join(str(part) for part in parts if part is not None)
 
+    def explained(self, difference: float) -> bool:
+        """True if the tolerance covers a difference, or the reason does."""
+        if abs(difference) <= TOLERANCE:
+            return True
+        least, most = sorted((0.0, self.explains))
+        return bool(self.reason) and least - SLACK <= difference <= most + SLACK
+
 
 ROUNDED = "one decimal; the scratch of cuDNN of 2020 is not confirmed"
+RESERVED = "reserved is up to 1.16 times allocated"
+TWO_COPIES = "; two copies in Adam's update, before pull request 104898"
 SETUPS = [
     Setup("bert_large", 4, 14.27, "driver", ANATOMY, update="plain", zeroed=True),
     Setup("bert_large_checkpoints", 1, 5.70, "driver", ANATOMY, update="plain", zeroed=True),
     Setup("vit_large", 1, 6.0, "allocated", IN_BACKWARD),
     Setup("vit_large", 1, 4.0, "allocated", IN_BACKWARD, update="backward"),
-    Setup(
-        "vit_large_bf16", 64, 13.82, "reserved", RASCHKA, reason="reserved is 1.07 to 1.16 times"
-    ),
-    Setup(
-        "vit_large_bf16",
-        16,
-        5.69,
-        "reserved",
-        RASCHKA,
-        reason="reserved; cause not confirmed",
+    *(
+        Setup(
+            *(f"vit_large_{name}", batch, figure, "reserved", RASCHKA),
+            optimizer=optimizer,
+            zeroed=name == "micro",
+            reason=RESERVED + (TWO_COPIES if (name, optimizer) == ("micro", "adamw") else ""),
+            explains=explains,
+        )
+        for name, batch, optimizer, figure, explains in (
+            ("float32", 64, "adamw", 26.79, -0.14),
+            ("mixed", 64, "adamw", 18.21, -0.14),
+            ("bf16", 64, "adamw", 13.82, -0.14),
+            ("bf16", 16, "adamw", 5.69, -0.14),
+            ("micro", 4, "adamw", 3.91, -0.21),
+            ("micro", 4, "sgd", 2.02, -0.14),
+        )
     ),
     Setup("bert_large", 1, 7.69, "driver", ANATOMY, update="plain", zeroed=True),
     *(
@@ -106,6 +134,7 @@ SETUPS = [
             optimizer="momentum",
             zeroed=True,
             reason=ROUNDED,
+            explains=-0.06,
         )
         for name, figure in (
             ("r18", 1.7),
@@ -159,21 +188,43 @@ def bert_large_checkpoints(batch: int) -> Any:
     return bert_large(batch, checkpoints=True)
 
 
-def vit_large(batch: int, dtype: torch.dtype = torch.float32) -> Any:
+def vit_large(batch: int) -> Any:
     """ViT-L/16 with 1000 classes on images of 224 x 224."""
-    model = _model("ViT", "ForImageClassification", num_labels=1000, **LARGE).to(dtype)
+    model = _model("ViT", "ForImageClassification", num_labels=1000, **LARGE)
     criterion = nn.CrossEntropyLoss()
 
     def step(images: Tensor, labels: Tensor) -> Any:
         return criterion(model(images).logits, labels)
 
-    images = torch.randn(batch, 3, 224, 224, dtype=dtype)
-    return step, (images, torch.randint(0, 1000, (batch,)))
+    return step, (torch.randn(batch, 3, 224, 224), torch.randint(0, 1000, (batch,)))
 
 
-def vit_large_bf16(batch: int) -> Any:
-    """ViT-L/16 with parameters in bfloat16."""
-    return vit_large(batch, torch.bfloat16)
+def _vit_of_torchvision(
+    batch: int, dtype: torch.dtype, mixed: bool = False, zeroed_late: bool = True
+) -> Any:
+    """ViT-L/16 of torchvision, whose loop frees the gradients between forward and backward."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    model = VisionTransformer()
+    torch.set_default_dtype(default)
+    parameters = list(model.parameters())
+
+    def step(images: Tensor, labels: Tensor) -> Any:
+        earlier = []
+        if zeroed_late and not torch.compiler.is_compiling():
+            earlier = [torch.empty_like(parameter) for parameter in parameters]
+        with torch.autocast(images.device.type, torch.float16, enabled=mixed):
+            logits = model(images.to(dtype)).float()
+        del earlier
+        return nn.functional.cross_entropy(logits, labels)
+
+    return step, (torch.randn(batch, 3, 224, 224), torch.randint(0, 10, (batch,)))
+
+
+vit_large_float32 = partial(_vit_of_torchvision, dtype=torch.float32)
+vit_large_mixed = partial(_vit_of_torchvision, dtype=torch.float32, mixed=True)
+vit_large_bf16 = partial(_vit_of_torchvision, dtype=torch.bfloat16)
+vit_large_micro = partial(_vit_of_torchvision, dtype=torch.bfloat16, zeroed_late=False)
 
 
 def llama_7b_bf16(batch: int) -> Any:
@@ -304,7 +355,7 @@ def main() -> int:
                 smallest = eager.with_plan(graph, least, rests=False)
             kept = plan(graph, "100%", method="keep-all", outputs="gradients")
             difference = eager.peak_bytes * GIGA / setup.published_gb - 1
-            unexplained += abs(difference) > TOLERANCE and not setup.reason
+            unexplained += not setup.explained(difference)
             report.add(
                 name=setup.name,
                 published_gb=setup.published_gb,

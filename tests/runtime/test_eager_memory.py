@@ -14,7 +14,7 @@ from coop_plan.runtime import CaptureError
 from coop_plan.runtime.device import arena
 from coop_plan.runtime.execute import gap
 from coop_plan.runtime.offline_capture.eager_memory import StorageLog, count_eager
-from coop_plan.runtime.offline_capture.eager_parts import PAGE, EagerMemory, EagerParts
+from coop_plan.runtime.offline_capture.eager_parts import PAGE, EagerMemory, EagerParts, most_pages
 from coop_plan.runtime.offline_capture.optimizer_spec import OPTIMIZERS, OptimizerSpec
 from coop_plan.runtime.offline_capture.optimizers import Update
 from coop_plan.runtime.torch_internals.fakes import FakeTensorMode, convertible_modules
@@ -196,6 +196,27 @@ def test_masters_are_weights_and_their_gradients_temporaries():
     assert found.update_bytes == pytest.approx(4 * weights, rel=0.01)
 
 
+@given(st.integers(1, 3), st.integers(1, 8))
+def test_a_loss_lives_until_the_update_ends(outputs, rows):
+    """A loop has it in a variable; outputs that are no losses may be of any size."""
+
+    def step_of(reduced):
+        def make():
+            model = nn.Linear(16, 16)
+
+            def step(x):
+                found = [model(x) * (number + 1) for number in range(outputs)]
+                return [value.square().mean() for value in found] if reduced else found
+
+            return step, (torch.randn(rows, 16),), model
+
+        return counted(make, "adamw")
+
+    with_losses, without = step_of(True), step_of(False)
+    assert with_losses.update.total == without.update.total + 64 * outputs
+    assert without.without_loss == (rows, 16)
+
+
 def test_an_optimizer_in_the_backward_frees_each_gradient():
     found, after = (
         counted(lambda: layers(rows=8), "adamw", update=update) for update in ("backward", "plain")
@@ -266,6 +287,25 @@ def test_an_update_on_a_cpu_has_the_pages_of_the_gradients(sizes, activation):
     pages = {offset // PAGE for span in spans for offset in (*span[::PAGE], span[-1])}
     held = PAGE * len(pages)
     assert eager.with_plan(graph, made, rests=True) == parts.total - sum(sizes) + held
+    scattered = eager.with_plan(graph, made, rests=True, scattered=True)
+    assert parts.total - sum(sizes) + held <= scattered
+
+
+@given(st.lists(st.tuples(st.integers(1, 20_000), st.integers(0, 99)), min_size=1, max_size=9))
+def test_scattered_gradients_hold_the_pages_of_any_plan(drawn):
+    """A plan at other costs left them in more pages than the one whose budget was printed."""
+    tensors = {0: ("parameter", 64)}
+    tensors |= {1 + number: ("output", size) for number, (size, _) in enumerate(drawn)}
+    ops = [
+        {"id": number, "inputs": [0], "outputs": [1 + number], "phase": "backward"}
+        for number in range(len(drawn))
+    ]
+    pages, end = set(), 0
+    for size, gap_before in drawn:
+        begin = -(-end // 64) * 64 + 64 * gap_before
+        end = begin + size
+        pages |= set(range(begin // PAGE, (end - 1) // PAGE + 1))
+    assert PAGE * len(pages) <= most_pages(make_graph(tensors, ops))
 
 
 def test_an_update_on_a_gpu_is_that_of_eager_with_the_arena_for_the_gradients():

@@ -1,5 +1,6 @@
 """A step captured for a device that is not there is the one captured here, but for its costs."""
 
+import random
 from collections import Counter
 
 import msgspec
@@ -449,13 +450,45 @@ def test_keep_all_takes_no_more_than_eager_on_cuda(name, batch, importable):
                 optimizer=optimizer and OptimizerSpec(name=optimizer),
                 eager=True,
             )
-            graph, eager, _ = captures.capture(request)
+            found = captures.capture(request)
+            graph, eager = found.graph, found.eager
             made = plan(graph, "100%", method="keep-all", outputs="gradients")
             beside = 512  # a scalar of the graph
             if eager.update and eager.update.total > eager.step.total:
                 beside += made.arena_bytes - eager.update.gradients
             assert eager.with_plan(graph, made, rests=False) <= eager.peak_bytes + beside
             assert beside <= 1536
+
+
+UNREAD = """
+import torch
+from torch import nn
+
+def __getattr__(name):
+    if not name.startswith("of_"):
+        raise AttributeError(name)
+    drops, width = map(int, name[3:].split("_"))
+    def step_of_sizes(batch):
+        layers = [m for _ in range(3) for m in (nn.Linear(32, 32), nn.Dropout(0.1))]
+        model = nn.Sequential(*layers[: 3 + drops])
+        model.register_parameter("unread", nn.Parameter(torch.zeros(width)))
+        return (lambda x: model[0:](x).square().mean()), (torch.randn(batch, 32),)
+    return step_of_sizes
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("a100-80gb", marks=cpu_build)])
+def test_parameters_that_the_step_does_not_read_lie_outside_it(kind, seed, importable):
+    """Those as large as the runtime's own memory in the step, such as generator states, did not."""
+    draw = random.Random(seed)
+    drops, width = draw.randint(0, 3), draw.choice([64, 5000, 100_000])
+    importable("unread", UNREAD)
+    spec = CPU if kind == "cpu" else device(kind)
+    request = CaptureRequest(target=f"unread:of_{drops}_{width}", spec=spec, batch=8, eager=True)
+    with OfflineCapture() as captures:
+        outside = captures.capture(request).eager.outside_step(rests=kind == "cpu")
+    assert outside == pytest.approx(4 * width, abs=2048)
 
 
 def test_cublas_has_a_workspace_on_cuda_alone():

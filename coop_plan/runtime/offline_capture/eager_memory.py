@@ -172,7 +172,8 @@ def count_eager(
     """Memory of an iteration of `step(*args)`, whose model was built under `log`.
 
     Parameters have no gradients before and after. `library_bytes` are held by libraries. If it
-    `accumulates`, the step is that of a later micro-batch, which adds to gradients.
+    `accumulates`, the step is that of a later micro-batch, which adds to gradients. Losses live
+    until the optimizer's step ends, as in a loop that has them in a variable.
 
     Raises:
         CaptureError: the step reads values of tensors, which fake ones lack, or needs no gradient.
@@ -181,9 +182,11 @@ def count_eager(
     built = log.moment()
     with log:
         log.mark(tree_flatten(list(args))[0], "other")
+    losses: list[torch.Tensor] = []
     for _ in range(2 if accumulates else 1):
+        losses.clear()
         began = log.moment()
-        shape = _run(log, step, args)
+        losses, shape = _run(log, step, args)
         ended = log.moment()
         parameters = list(log.parameters.values())
         trained = [parameter for parameter in parameters if parameter.grad is not None]
@@ -194,11 +197,13 @@ def count_eager(
     if optimizer is None or not trained:
         step_parts = log.peak(began, ended)
     elif optimizer.update == "backward":
+        losses.clear()
         step_parts = _update_in_backward(log, optimizer, trained, lambda: _run(log, step, args))
     else:
         update = _updated(log, optimizer, trained)
         lent = log.lent(log.moment_of_update)
         update_parts = log.peak(ended, log.moment())
+        losses.clear()
         kept = {"states": log.bytes_of(update.states), "weights": log.bytes_of(update.masters)}
         step_parts = log.peak(began, ended).plus(**kept)
     for parameter in parameters:
@@ -260,8 +265,10 @@ def _dtype(parameters: Sequence[torch.Tensor]) -> str:
     return str(max(counts, key=lambda dtype: counts[dtype], default="")).removeprefix("torch.")
 
 
-def _run(log: StorageLog, step: Callable[..., Any], args: Sequence[Any]) -> tuple[int, ...]:
-    """Forward and backward, of a loss if there is one; returns the first output's shape if not."""
+def _run(
+    log: StorageLog, step: Callable[..., Any], args: Sequence[Any]
+) -> tuple[list[torch.Tensor], tuple[int, ...]]:
+    """Forward and backward, of losses if there are any: these, or the first output's shape."""
     log.part = "activations"
     with log:
         outputs = [
@@ -277,4 +284,4 @@ def _run(log: StorageLog, step: Callable[..., Any], args: Sequence[Any]) -> tupl
         losses = [value for value in outputs if value.numel() == 1]
         outputs = losses or outputs
         torch.autograd.backward(outputs, [torch.ones_like(value) for value in outputs])
-    return () if losses else tuple(outputs[0].shape)
+    return losses, () if losses else tuple(outputs[0].shape)

@@ -112,10 +112,20 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
             beside = 0
         return self.step.states + beside + max(0, missing)
 
-    def with_plan(self, graph: Graph, made: Plan, *, rests: bool, budget: int | None = None) -> int:
+    def with_plan(
+        self,
+        graph: Graph,
+        made: Plan,
+        *,
+        rests: bool,
+        budget: int | None = None,
+        scattered: bool = False,
+    ) -> int:
         """The peak of an iteration whose step has a plan with the gradients in its arena.
 
-        The runtime is given `budget` bytes for the step, by default those of `step_bytes`.
+        The runtime is given `budget` bytes for the step, by default those of `step_bytes`. With
+        `scattered` gradients these are anywhere in an arena that rests, as in a plan at other
+        costs; otherwise where this plan has them.
         """
         if self.update is None:
             return (
@@ -124,7 +134,8 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
         inside = 0 if self.accumulates else self.update.gradients
         apart = self.update.total - inside
         if rests:  # whole pages of gradients stay
-            updating = apart + self.padding_bytes + _pages_of_gradients(graph, made)
+            held = most_pages(graph) if scattered else _pages_of_gradients(graph, made)
+            updating = apart + self.padding_bytes + held
             return max(made.peak_bytes + self.outside_step(rests=True), updating)
         if budget is None:
             budget = self.step_bytes(graph, made, rests=rests)
@@ -192,6 +203,12 @@ def _gradient_bytes(graph: Graph) -> list[int]:
     return [
         -(-tensor.bytes // ALIGNMENT["cuda"]) * ALIGNMENT["cuda"] for tensor in _gradients(graph)
     ]
+
+
+def most_pages(graph: Graph) -> int:
+    """Bytes of the pages in which gradients lie at most, wherever they are aligned in an arena."""
+    latest = PAGE - ALIGNMENT["cpu"]  # the last offset in a page
+    return sum(-(-(latest + t.bytes) // PAGE) * PAGE for t in _gradients(graph) if t.bytes)
 
 
 def _pages_of_gradients(graph: Graph, made: Plan) -> int:

@@ -198,6 +198,7 @@ def serve_captures() -> None:
 def _capture(request: CaptureRequest) -> CaptureResponse:
     import torch
 
+    from coop_plan.runtime.capture.joint_graph import RUNTIME
     from coop_plan.runtime.capture.joint_graph import Captured as CapturedJoint
     from coop_plan.runtime.gradients.capture_adjust import (
         BESIDE,
@@ -290,8 +291,11 @@ def _capture(request: CaptureRequest) -> CaptureResponse:
             raise
         except Exception as error:
             raise user_failure(request.target, error) from error
-        residents = [t for t in graphs["eager"].tensors if t.resident and t.name != BESIDE]
-        kept = (t.bytes for t in residents if not t.name.startswith(HELD))
-        eager = msgspec.structs.replace(eager, resident_bytes=sum(kept))
+        residents = (t for t in graphs["eager"].tensors if t.resident)
+        beside = (BESIDE, RUNTIME)  # not in eager, but for the libraries' memory
+        kept = sum(
+            t.bytes for t in residents if t.name not in beside and not t.name.startswith(HELD)
+        )
+        eager = msgspec.structs.replace(eager, resident_bytes=kept + model.resident_bytes)
     texts = {kernels: graph.to_json() for kernels, graph in graphs.items()}
     return CaptureResponse(graphs=texts, eager=eager)

@@ -166,13 +166,22 @@ def _figures_on(
     if "fused" in graphs:
         options["kernels"] = "fused"
 
-    def of(kind: GraphKind, made: Plan | None, batch: int | None = None) -> dict[str, Any]:
-        """A plan's figures; `peak_bytes` includes the bytes outside the step."""
+    def of(
+        kind: GraphKind,
+        made: Plan | None,
+        batch: int | None = None,
+        *,
+        scattered: bool = True,
+    ) -> dict[str, Any]:
+        """A plan's figures; `peak_bytes` includes the bytes outside the step.
+
+        The runtime finds a plan at its own costs, which may leave gradients elsewhere.
+        """
         if made is None:
             return {}
         batch = batch or sizes["batch"] or 1
         return {
-            "peak_bytes": eager.with_plan(graphs[kind], made, rests=rests),
+            "peak_bytes": eager.with_plan(graphs[kind], made, rests=rests, scattered=scattered),
             "budget_bytes": eager.step_bytes(graphs[kind], made, rests=rests),
             "overhead": made.overhead,
             "cost_us": made.cost_us,
@@ -181,7 +190,11 @@ def _figures_on(
         }
 
     fits = {kind: plans_of(over, budget) for kind, over in graphs.items()}
-    kept = {kind: of(kind, found.kept) for kind, found in fits.items() if kind != "chunked"}
+    kept = {
+        kind: of(kind, found.kept, scattered=False)
+        for kind, found in fits.items()
+        if kind != "chunked"
+    }
     as_it_is = kept["eager"] | {"peak_bytes": eager.peak_bytes, "budget_bytes": None}
     smallest = min(
         (of(kind, _whole_budget(found.least)) for kind, found in fits.items()),
