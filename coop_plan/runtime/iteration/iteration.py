@@ -3,6 +3,7 @@
 import itertools
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,11 +120,12 @@ class Iteration:
                 self.numbers[invocation] = len(self.calls)
             self.invocations.append(reference)
             self.steps.append(step)
+            released_at = {which: at + events for which, at in call.released_at.items()}
+            # An order may have the other iteration's calls.
+            call = replace(call, released_at=released_at, fresh=self.later_fresh.pop(0))
             self.calls.append(call)
-            call.released_at = {which: at + events for which, at in call.released_at.items()}
             if not call.inputs and invocation is not None:  # the first of its iteration
                 set_inputs(call, invocation.inputs, self.made)
-            call.fresh = self.later_fresh.pop(0)
             self.made.update(call.made)
             if call.inputs:
                 self.count_inputs(len(self.calls) - 1)

@@ -45,7 +45,7 @@ MAX_CALLS = 1_000
 """Calls of an iteration, above which each call has its own plan."""
 
 MAX_PENDING = 8
-"""Iterations after an incomplete one, whose backward joins them to one."""
+"""Iterations from an incomplete one on, whose backward joins them to one; older ones are joined."""
 
 MAX_PAST = 32
 """Latest iterations by which the next order is expected."""
@@ -168,10 +168,10 @@ class IterationRecorder:
         if invocation.name not in self._late:
             self._late.add(invocation.name)
             log.warning(
-                "'%s' runs a backward more than %d iterations after its forward: bytes that these"
-                " iterations hold are not counted beside it; run the backward earlier",
+                "'%s' runs a backward more than %d calls after its forward: bytes that these"
+                " calls hold are not counted beside it; run the backward earlier",
                 invocation.name,
-                MAX_PENDING,
+                MAX_CALLS,
             )
 
     def given(self, invocation: Invocation, tangents: Sequence[Any]) -> None:
@@ -313,7 +313,10 @@ class IterationRecorder:
         self._pending.append(over)
         while self._pending and not self._pending[0].may_continue:
             del self._pending[0]
-        self._pending = self._pending[-MAX_PENDING:]
+        if len(self._pending) > MAX_PENDING:
+            self._pending[0].continue_with(self._pending.pop(1))
+            if len(self._pending[0].calls) > MAX_CALLS:
+                del self._pending[0]
         self._end(over)
         self._now.expected = order = self._expected(step)
         if order is None or not order.calls:
