@@ -84,9 +84,11 @@ class IterationRecorder:
         return len(self._now.calls) == 1
 
     @property
-    def will_plan(self) -> bool:
-        """True if the next such iteration is planned, for the first time or after an excess."""
+    def will_plan_jointly(self) -> bool:
+        """True if this iteration has several calls and the next one like it is planned."""
         now = self._now
+        if len(now.calls) < 2:
+            return False
         if now.order is not None:
             return now.order.replans < MAX_REPLANS
         if now.expected is not None and now.expected.calls and not now.expected.joint_plan:
@@ -95,11 +97,6 @@ class IterationRecorder:
             return False
         known = self._orders.get(now.steps[0], {}).values()
         return sum(bool(order.calls) for order in known) < ORDERS_PLANNED_AT_ONCE
-
-    @property
-    def will_plan_jointly(self) -> bool:
-        """True if this iteration has several calls and the next such one is planned."""
-        return len(self._now.calls) > 1 and self.will_plan
 
     def shared_memory(self) -> Memory | None:
         """The memory of the joint plan that this iteration runs."""
@@ -159,20 +156,15 @@ class IterationRecorder:
         number = self._now.numbers.get(invocation)
         if number is None:
             self._abandon("the backward of an earlier iteration came")
-            self._warn_of_late(invocation)
+            if invocation.name not in self._late:
+                self._late.add(invocation.name)
+                log.warning(
+                    "'%s' runs a backward more than %d calls after its forward: bytes that these"
+                    " calls hold are not counted beside it; run the backward earlier",
+                    *(invocation.name, MAX_CALLS),
+                )
         else:
             self._next(number, True)
-
-    def _warn_of_late(self, invocation: Invocation) -> None:
-        """Warn once per step that its backward came too late to count the bytes beside it."""
-        if invocation.name not in self._late:
-            self._late.add(invocation.name)
-            log.warning(
-                "'%s' runs a backward more than %d calls after its forward: bytes that these"
-                " calls hold are not counted beside it; run the backward earlier",
-                invocation.name,
-                MAX_CALLS,
-            )
 
     def given(self, invocation: Invocation, tangents: Sequence[Any]) -> None:
         """Record the tangents of a call's backward."""
