@@ -3,7 +3,8 @@
 import itertools
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeGuard
 
 import torch
 
@@ -119,11 +120,12 @@ class Iteration:
                 self.numbers[invocation] = len(self.calls)
             self.invocations.append(reference)
             self.steps.append(step)
+            released_at = {which: at + events for which, at in call.released_at.items()}
+            # An order may have the other iteration's calls.
+            call = replace(call, released_at=released_at, fresh=self.later_fresh.pop(0))
             self.calls.append(call)
-            call.released_at = {which: at + events for which, at in call.released_at.items()}
             if not call.inputs and invocation is not None:  # the first of its iteration
                 set_inputs(call, invocation.inputs, self.made)
-            call.fresh = self.later_fresh.pop(0)
             self.made.update(call.made)
             if call.inputs:
                 self.count_inputs(len(self.calls) - 1)
@@ -163,8 +165,10 @@ class Iteration:
         if self.events:
             number, backward = self.events[-1]
             if not backward or self.events[-2:-1] == [(number, False)]:
-                leaves = self.calls[number].leaves.items()
-                self.calls[number].lent = [p for p, leaf in leaves if is_empty(leaf())]
+                leaves = ((p, leaf()) for p, leaf in self.calls[number].leaves.items())
+                self.calls[number].lent = [
+                    p for p, v in leaves if has_storage(v) and not v.untyped_storage().nbytes()
+                ]
         recorded, there = self.observed.setdefault(EVERY_EVENT, []), 0
         for entry in self.observed.pop(at, ()):
             number, which, expired = entry
@@ -220,11 +224,6 @@ def set_inputs(call: RecordedCall, values: Sequence[Any], made: Container[int | 
     ]
 
 
-def is_empty(value: object) -> bool:
-    """True for a tensor whose storage was resized to nothing."""
-    return has_storage(value) and not value.untyped_storage().nbytes()  # type: ignore[attr-defined]
-
-
-def has_storage(value: object) -> bool:
+def has_storage(value: object) -> TypeGuard[torch.Tensor]:
     """True for a tensor with a storage."""
     return isinstance(value, torch.Tensor) and not has_no_memory(value)

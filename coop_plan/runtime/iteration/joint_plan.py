@@ -45,8 +45,6 @@ RELEASE = "coop_plan.left"
 Addresses = Sequence[int | None]
 """Storage addresses by position; None for values without memory."""
 
-PHASES = ("forward", "backward")
-
 HalfOutput = tuple[bool, int]
 """True for a gradient of a call, False for an output, and its position."""
 
@@ -111,7 +109,8 @@ def plan_jointly(
             be met, the plan is that of the least budget, with a warning, if that is below these.
         otherwise: says in the warning what happens without a plan.
     """
-    recorded, calls = calls, [replace(call, captured=_adjusted(call)) for call in calls]
+    recorded, under = calls, capture_adjust.under
+    calls = [replace(call, captured=under(call.captured, call.environment)) for call in calls]
     layout = _Layout(calls, events, between, options)
     for call, alone in zip(calls, recorded, strict=True):
         layout.resident_in_step += call.captured.resident_in_step - alone.captured.resident_in_step
@@ -243,10 +242,9 @@ class _Layout:
             ]
             if last:
                 self._ops.append((k, None))
-                op = Op(
-                    id=0, name=RELEASE, inputs=last, outputs=[], cost_us=0.0, recomputable=False
-                )
-                editor.add_op(op.model_copy(update={"phase": PHASES[backward]}))
+                once = {"recomputable": False, "phase": "backward" if backward else "forward"}
+                op = Op(id=0, name=RELEASE, inputs=last, outputs=[], cost_us=0.0)
+                editor.add_op(op.model_copy(once))
             self._ends.append(len(self._ops))
         self.graph = editor.graph()
 
@@ -295,13 +293,6 @@ class _Layout:
             turns += [k] * (end - len(turns))
             first = last
         return turns + [self._events[-1][0]] * (steps - len(turns))
-
-
-def _adjusted(call: RecordedCall) -> Captured:
-    """The captured step of a call in its memory environment."""
-    if call.environment == MemoryEnvironment():
-        return call.captured
-    return capture_adjust.under(call.captured, call.environment)
 
 
 def _default_variants(call: RecordedCall) -> RecordedCall:

@@ -45,7 +45,7 @@ MAX_CALLS = 1_000
 """Calls of an iteration, above which each call has its own plan."""
 
 MAX_PENDING = 8
-"""Iterations after an incomplete one, whose backward joins them to one."""
+"""Iterations from an incomplete one on, whose backward joins them to one; older ones are joined."""
 
 MAX_PAST = 32
 """Latest iterations by which the next order is expected."""
@@ -84,9 +84,11 @@ class IterationRecorder:
         return len(self._now.calls) == 1
 
     @property
-    def will_plan(self) -> bool:
-        """True if the next such iteration is planned, for the first time or after an excess."""
+    def will_plan_jointly(self) -> bool:
+        """True if this iteration has several calls and the next one like it is planned."""
         now = self._now
+        if len(now.calls) < 2:
+            return False
         if now.order is not None:
             return now.order.replans < MAX_REPLANS
         if now.expected is not None and now.expected.calls and not now.expected.joint_plan:
@@ -95,11 +97,6 @@ class IterationRecorder:
             return False
         known = self._orders.get(now.steps[0], {}).values()
         return sum(bool(order.calls) for order in known) < ORDERS_PLANNED_AT_ONCE
-
-    @property
-    def will_plan_jointly(self) -> bool:
-        """True if this iteration has several calls and the next such one is planned."""
-        return len(self._now.calls) > 1 and self.will_plan
 
     def shared_memory(self) -> Memory | None:
         """The memory of the joint plan that this iteration runs."""
@@ -159,20 +156,15 @@ class IterationRecorder:
         number = self._now.numbers.get(invocation)
         if number is None:
             self._abandon("the backward of an earlier iteration came")
-            self._warn_of_late(invocation)
+            if invocation.name not in self._late:
+                self._late.add(invocation.name)
+                log.warning(
+                    "'%s' runs a backward more than %d calls after its forward: bytes that these"
+                    " calls hold are not counted beside it; run the backward earlier",
+                    *(invocation.name, MAX_CALLS),
+                )
         else:
             self._next(number, True)
-
-    def _warn_of_late(self, invocation: Invocation) -> None:
-        """Warn once per step that its backward came too late to count the bytes beside it."""
-        if invocation.name not in self._late:
-            self._late.add(invocation.name)
-            log.warning(
-                "'%s' runs a backward more than %d iterations after its forward: bytes that these"
-                " iterations hold are not counted beside it; run the backward earlier",
-                invocation.name,
-                MAX_PENDING,
-            )
 
     def given(self, invocation: Invocation, tangents: Sequence[Any]) -> None:
         """Record the tangents of a call's backward."""
@@ -313,7 +305,10 @@ class IterationRecorder:
         self._pending.append(over)
         while self._pending and not self._pending[0].may_continue:
             del self._pending[0]
-        self._pending = self._pending[-MAX_PENDING:]
+        if len(self._pending) > MAX_PENDING:
+            self._pending[0].continue_with(self._pending.pop(1))
+            if len(self._pending[0].calls) > MAX_CALLS:
+                del self._pending[0]
         self._end(over)
         self._now.expected = order = self._expected(step)
         if order is None or not order.calls:
