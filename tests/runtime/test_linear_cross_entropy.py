@@ -164,7 +164,8 @@ def test_bytes_that_the_whole_head_cannot_meet():
 def test_a_head_beyond_the_budget_is_never_measured_whole(seed, monkeypatch):
     """Neither its ops nor the bits of its chunks; eager's bits all the same."""
     draw = random.Random(seed)
-    classes, rows, width = draw.choice([1000, 2500]), draw.choice([128, 300]), 16
+    classes, rows, width = draw.choice([1000, 2500]), 128 * draw.choice([2, 5]), 16
+    rows *= torch.get_num_threads()
     model, data = Model(classes, width, bias=draw.random() < 0.5), batch(classes, 2, rows // 2)
     logits = rows * classes * 4
     checked = []
@@ -180,6 +181,29 @@ def test_a_head_beyond_the_budget_is_never_measured_whole(seed, monkeypatch):
     assert all(count < rows for count in checked)
     made = max(tensor.bytes for tensor in report.graph.tensors if not tensor.resident)
     assert made < logits
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rows", [512, 777, 1024])
+def test_bits_of_odd_rows_are_compared_on_all_rows(rows, threads, monkeypatch):
+    """Of other numbers of rows a thread, the last ones have other bits than in fewer rows."""
+    classes, width, checked = 1000 + 10 * threads + rows % 7, 48, []
+
+    def checks(gradient, given, dtype):
+        checked.append(len(given[0]))
+        return run_whole(gradient, given, dtype)
+
+    monkeypatch.setattr(linear_cross_entropy, "run_whole", checks)
+    model, data = Model(classes, width), batch(classes, 1, rows)
+    budget = 2 * sum(p.nbytes for p in model.parameters()) + rows * classes * 7
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        steps_equal(model, budget, data)
+    finally:
+        torch.set_num_threads(before)
+    (count,) = checked
+    assert (count < rows) == (rows % (64 * threads) == 0)
 
 
 def test_a_model_of_an_absent_device_counts_chunks_as_they_are():

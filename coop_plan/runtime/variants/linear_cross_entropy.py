@@ -49,6 +49,12 @@ CHECKED_COPIES = 5
 It also has a copy of the weights, and their gradient.
 """
 
+EVEN_ROWS = 64
+"""Rows a thread of which products are made by the same kernels, whatever their number.
+
+Of 777 rows on two threads the last ones have other bits than in a product of fewer.
+"""
+
 MIN_ROWS, MIN_CLASSES = 16, 64
 """Least size of a chunk: products of smaller matrices are slow."""
 
@@ -138,7 +144,7 @@ def chunk_heads(module: fx.GraphModule, *, checked: bool = True, room: int | Non
 
     A head of whose chunks none has the bits of the whole is left. For an absent device bits are not
     `checked`: it gets as many chunks as it can have. With `room` in bytes, bits are compared
-    on as many rows as it holds, or on two of the smallest chunks.
+    on as many rows as it holds, if rows are even for each thread (`EVEN_ROWS`).
     """
 
     def sizes_of(head: Head) -> tuple[int, int] | None:
@@ -288,10 +294,12 @@ def _chunk_sizes(head: Head, room: int | None) -> tuple[int, int] | None:
     dtype, fakes = head.softmax.meta["val"].dtype, fake_values(head.arguments)
     row_sizes, class_sizes = _sizes_of(head)
     rows, classes = head.product.meta["val"].shape
-    if room is not None:
+    unit = EVEN_ROWS * torch.get_num_threads()
+    if room is not None and rows % unit == 0:
         hidden, matrix, bias, target, *options, _ = fakes
         held = (room - 2 * _storage_bytes(matrix)) // (CHECKED_COPIES * classes * dtype.itemsize)
-        held = min(rows, max(held, 2 * min(row_sizes, default=0)))
+        held = max(held, 2 * min(row_sizes, default=0), unit) // unit * unit
+        held = min(rows, held)
         fakes = hidden[:held], matrix, bias, target[:held], *options, []
         row_sizes = [size for size in row_sizes if size < held]
 
