@@ -156,7 +156,7 @@ def _print(row: dict[str, Any], width: int, first: bool) -> None:
         taken = format_bytes(row["first_call_bytes"])
         click.echo(f"  its first call measures ops on copies of their inputs, which takes {taken}")
     if within and within["head_in_chunks"]:
-        click.echo("  its logits are made in chunks, if these have the bits of the whole there")
+        click.echo("  its logits are made in chunks, if the device gives them the bits of a whole")
     if first and row["without_loss"]:
         shape = tuple(row["without_loss"])
         click.echo(f"  the step returns no scalar, but {shape}: the memory of a loss is not in it")
