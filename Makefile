@@ -30,7 +30,7 @@ cluster: $(READY) ## Start a local cluster of servers, workers and Redis, and se
 # One thread a worker: threads that wait for each other take the other worker's core.
 test: export OMP_NUM_THREADS = 1
 test: $(READY) ## Run all tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Without the runtime, tests marked slow, the property with the most examples (SLOW), and the planner's
 # exact methods, annealing, fuzzing of the verifier and placement of instances.

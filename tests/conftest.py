@@ -1,6 +1,7 @@
 import fcntl
 import os
 import shutil
+from collections import Counter
 from types import CodeType
 
 import pytest
@@ -19,7 +20,30 @@ MEASURES = {"process_bytes", "process_time", "getrusage", "measured_peak_bytes"}
 machine disturb them: a test that reads one itself may fail twice before it counts as failed."""
 
 
+LONGEST = (
+    "runtime/test_fit_budget.py",
+    "runtime/test_cuda.py",
+    "runtime/test_fake_device.py",
+    "test_package.py",
+    "planner/test_exact.py",
+    "runtime/test_fused.py",
+    "runtime/test_inductor_budget.py",
+    "runtime/test_linear_cross_entropy.py",
+    "runtime/test_train_iteration.py",
+    "runtime/test_iterations.py",
+    "runtime/test_loops.py",
+)
+"""Files of a minute or more, the longest first. Started last, one keeps a core busy while the other
+waits; the number of tests, by which xdist would order files, says nothing of their time."""
+
+
 def pytest_collection_modifyitems(items):
+    """Long files first, then those with the most tests (`--no-loadscope-reorder` keeps this)."""
+    rank = {f"tests/{name}": i for i, name in enumerate(LONGEST)}
+    files = [item.nodeid.partition("::")[0] for item in items]
+    tests = Counter(files)
+    places = {name: (rank.get(name, len(rank)), -tests[name], name) for name in tests}
+    items.sort(key=lambda item: places[item.nodeid.partition("::")[0]])
     for item in items:
         if MEASURES & names(item.function.__code__):
             item.add_marker(pytest.mark.flaky(reruns=2))
