@@ -1,5 +1,6 @@
 """`plan`, the entry point of the planner: from graph and options to one verified plan."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -142,8 +143,66 @@ def _planned(
     start: Plan | None = None,
 ) -> Plan:
     """As `plan`; the method may start from the runs of `start`, a valid plan of the graph."""
-    info = options.info
     graph = options.apply_link(graph)
+    problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
+    if options.info.homes and problem.home_candidates:
+        return _planned_with_homes(problem, options, progress, start)
+    return _planned_without_homes(graph, options, progress, start)
+
+
+def _planned_with_homes(
+    problem: Problem,
+    options: PlanOptions,
+    progress: Callable[[Progress], None] | None,
+    start: Plan | None,
+) -> Plan:
+    """The better of the plans with and without movable residents on the host.
+
+    With a time limit each search has half of it.
+    """
+    from coop_plan.planner.homes.search import HomeSearch
+
+    graph, limit = problem.graph, options.time_limit
+    alone = options.model_copy(
+        {"smallest": False, "time_limit": None if limit is None else limit / 2}
+    )
+    deadline = None if limit is None else time.monotonic() + limit
+    found: Plan | None = None
+    refusal: InfeasibleBudgetError | TimeLimitError | None = None
+    try:
+        found = _planned_without_homes(graph, alone, progress, start)
+    except (InfeasibleBudgetError, TimeLimitError) as error:
+        refusal = error
+    request = Request(0, options.off, deadline, options.seed, progress=progress)
+    search = HomeSearch(problem, options, request)
+    if refusal is None and found is not None and options.budget.kind == "min":
+        return search.smallest(found.peak_bytes) or found
+    if found is not None and found.cost_us <= problem.floor_us:
+        return found
+    everything = keep_all_peak(graph, options)
+    budget = options.budget.resolve(everything)
+    if budget is not None:
+        cheaper = search.cheapest(budget, math.inf if found is None else found.cost_us)
+        found = cheaper or found
+    if found is None and options.smallest and isinstance(refusal, InfeasibleBudgetError):
+        least = search.smallest(everything)
+        if least is not None and least.peak_bytes <= refusal.budget_bytes:
+            return least.model_copy({"budget_bytes": refusal.budget_bytes})
+        refusal = refusal.with_smallest(everything if least is None else least.peak_bytes)
+    if found is None:
+        assert refusal is not None
+        raise refusal
+    return found
+
+
+def _planned_without_homes(
+    graph: Graph,
+    options: PlanOptions,
+    progress: Callable[[Progress], None] | None,
+    start: Plan | None = None,
+) -> Plan:
+    """As `_planned`, with all residents on the device."""
+    info = options.info
     compile_method(info.name, linked=graph.device.linked, progress=progress)
     started = time.monotonic()
     problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
@@ -276,13 +335,14 @@ def verified_plan(
 
 
 def _valid_bound(solution: Solution, method: MethodInfo) -> Solution:
-    """The solution without a bound that variants of the graph invalidate.
+    """The solution without a bound that choices of the graph invalidate.
 
-    If the method ignores variants, a schedule that uses them may cost less than its bound.
+    A schedule with variants that the method ignores, or with movable residents on the host, may
+    cost less than its bound.
     """
     problem, cost = solution.placed.problem, solution.placed.cost_us
     ignored = "variants" in method.unused(problem.beyond_recomputation)
-    if solution.bound_model != "program-order" or not ignored:
+    if not problem.home_candidates and (solution.bound_model != "program-order" or not ignored):
         return solution
     if cost <= problem.floor_us:
         return replace(solution, status="optimal", lower_bound_us=cost, bound_model="any")

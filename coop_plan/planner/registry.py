@@ -90,6 +90,7 @@ METHODS: Mapping[str, MethodInfo] = {
             "ours; closure cost / (bytes x distance to next use^alpha), see planner.heuristic",
             _coop_offline,
             transfers=True,
+            homes=True,
             variants=True,
             switches=COOP_OFFLINE_SWITCHES,
         ),
@@ -146,6 +147,7 @@ METHODS: Mapping[str, MethodInfo] = {
             anytime=True,
             starts_from="coop-offline",
             transfers=True,
+            homes=True,
             variants=True,
         ),
         MethodInfo(
@@ -156,6 +158,7 @@ METHODS: Mapping[str, MethodInfo] = {
             anytime=True,
             starts_from="coop-offline",
             transfers=True,
+            homes=True,
             variants=True,
             switches=REORDER_SWITCHES,
         ),

@@ -67,7 +67,7 @@ class Offload(Model, frozen=True, omit_defaults=True, tag_field="do", tag="offlo
     """Start copying a buffer to the host; the buffer must stay live until a `wait` on it.
 
     The copy occupies `host_offset` in the host slab until the last `wait` on it or on a `prefetch`
-    from it.
+    from it. At the offset of the tensor's home (`Plan.homes`) it overwrites the home.
     """
 
     do: ClassVar[str] = "offload"
@@ -76,14 +76,17 @@ class Offload(Model, frozen=True, omit_defaults=True, tag_field="do", tag="offlo
 
 
 class Prefetch(Model, frozen=True, tag_field="do", tag="prefetch"):
-    """Start copying the host copy of buffer `from` into a new buffer, readable after a `wait`."""
+    """Start copying the host copy of buffer `from` into a new buffer, readable after a `wait`.
+
+    If `from` is null, the copy is that of the tensor's home (`Plan.homes`).
+    """
 
     do: ClassVar[str] = "prefetch"
     buffer: Id
     tensor: Id
     offset: Bytes
     bytes: Bytes
-    from_: Id = field(name="from")
+    from_: Id | None = field(name="from")
 
 
 class Wait(Model, frozen=True, tag_field="do", tag="wait"):
@@ -91,6 +94,13 @@ class Wait(Model, frozen=True, tag_field="do", tag="wait"):
 
     do: ClassVar[str] = "wait"
     buffer: Id
+
+
+class Home(Model, frozen=True):
+    """Place of a movable resident on the host: `host_offset` in the slab, for the whole step."""
+
+    tensor: Id
+    host_offset: Bytes
 
 
 Step = Compute | Free | Offload | Prefetch | Wait
@@ -113,9 +123,11 @@ class Plan(Model, frozen=True, kw_only=True):
     evicted.
 
     Copies on the host are in a slab of `host_arena_bytes`, limited by `host_budget_bytes` unless it
-    is null; 0 allows no transfers. `prefetch_stall_us` and `offload_stall_us` are the times that
-    compute waits for prefetches, and for offloads. `link_bytes_per_s` is the requested bandwidth in
-    both directions, null for the device's own.
+    is null; 0 allows no transfers. `homes` lists the movable residents that begin and end the step
+    on the host: `resident_bytes` does not count them, and ops read buffers of them.
+    `prefetch_stall_us` and `offload_stall_us` are the times that compute waits for prefetches, and
+    for offloads. `link_bytes_per_s` is the requested bandwidth in both directions, null for the
+    device's own.
 
     `budget_lower_bound_bytes` is set if the smallest budget was requested: no schedule of any
     method has a peak below it. `lower_bound_model` names the schedules for which `lower_bound_us`
@@ -151,6 +163,7 @@ class Plan(Model, frozen=True, kw_only=True):
     alignment: Annotated[int, Meta(ge=1)] = 512
     outputs: Outputs = "outside"
     versions: dict[str, str] = {}
+    homes: list[Home] = []
     steps: list[Step]
 
 

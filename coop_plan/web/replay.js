@@ -83,8 +83,9 @@ export function replay(graph, plan) {
     last.set(made.tensor, made);
   }
   const resident = new Map();
+  const homes = new Set((plan.homes ?? []).map((home) => home.tensor));
   for (const tensor of graph.tensors) {
-    if (tensor.kind !== "activation" && tensor.kind !== "output") {
+    if (tensor.kind !== "activation" && tensor.kind !== "output" && !homes.has(tensor.id)) {
       resident.set(tensor.kind, (resident.get(tensor.kind) ?? 0) + tensor.bytes);
     }
   }

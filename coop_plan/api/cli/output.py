@@ -142,7 +142,9 @@ def print_plan(
     if plan.swapped_bytes:
         prefetch = f"{plan.prefetch_stall_us / 1e3:.2f} ms for prefetches"
         offload = f"{plan.offload_stall_us / 1e3:.2f} ms for offloads"
+        homes = [("homes", f"{len(plan.homes)} residents on the host")] if plan.homes else []
         rows[7:7] = [
+            *homes,
             ("swapped", f"{format_bytes(plan.swapped_bytes)}, both ways together"),
             (
                 "host arena",

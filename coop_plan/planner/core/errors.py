@@ -72,6 +72,21 @@ class InfeasibleBudgetError(ValueError):
             clauses.append(f"{method} does not use the graph's {' and '.join(unused)}")
         super().__init__("; ".join(clauses))
 
+    def with_smallest(self, min_feasible_bytes: int) -> "InfeasibleBudgetError":
+        """The same error with the smallest budget that was found."""
+        return InfeasibleBudgetError(
+            self.method,
+            self.budget_bytes,
+            min_feasible_bytes,
+            self.blocking_op,
+            self.blocking_op_name,
+            self.working_set_bytes,
+            self.unused,
+            self.held,
+            self.budget_lower_bound_bytes,
+            self.met_bytes,
+        )
+
     @property
     def proved(self) -> bool:
         """True if no schedule of any method meets the budget."""

@@ -196,7 +196,21 @@ def resident_output_bytes(problem: Problem) -> list[int]:
 def budget_lower_bound(problem: Problem, max_searched: int = MAX_SEARCHED) -> int:
     """Lower bound in bytes on the budget of every schedule, resident tensors included."""
     slack = problem.alignment - 1  # the topmost block need not end at a multiple
+    if problem.home_candidates:
+        return _bound_with_homes(problem, slack)
     return problem.fixed_bytes + max(0, arena_lower_bound(problem, max_searched) - slack)
+
+
+def _bound_with_homes(problem: Problem, slack: int) -> int:
+    """As `budget_lower_bound`: an op needs the movable residents that it reads, and no others."""
+    movable = {t: problem.bytes[t] for t in problem.home_candidates}
+    first = working_sets(problem).first
+    least = [problem.fixed_bytes] * problem.op_count
+    for number, variant in enumerate(problem.variants):
+        held = sum(movable.get(t, 0) for t in set(variant.inputs))
+        least[variant.op] = min(least[variant.op], held + first[number] - slack)
+    fixed = problem.fixed_bytes - sum(movable.values())
+    return fixed + max(0, max(least, default=0))
 
 
 def arena_lower_bound(problem: Problem, max_searched: int = MAX_SEARCHED) -> int:

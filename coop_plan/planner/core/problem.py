@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import fsum
+from typing import NamedTuple
 
 import msgspec
 
@@ -74,6 +75,23 @@ class OpVariant(msgspec.Struct, frozen=True, gc=False):
     inplace: tuple[Pair, ...]
 
 
+class Homes(NamedTuple):
+    """Tensors of a problem that begin or end the step on the host (`planner.homes.lower`).
+
+    `copies` are produced on the host: their first copy is offloaded in no time and has no reader.
+    `returned` are (tensor, op): the op reads a copy that was offloaded and prefetched, the latter
+    in no time. `versions` are (output, input): the input has no use after the op that makes the
+    output, and is not offloaded, unless it is one of `copies`.
+    """
+
+    copies: tuple[int, ...] = ()
+    returned: tuple[Pair, ...] = ()
+    versions: tuple[Pair, ...] = ()
+
+
+NO_HOMES = Homes()
+
+
 @dataclass(frozen=True)
 class Problem:
     """One step's variants and tensors under an alignment and an outputs rule.
@@ -99,6 +117,7 @@ class Problem:
     resident: list[bool]
     outside: list[bool]
     is_output: list[bool]
+    homes: Homes = NO_HOMES
 
     @classmethod
     def from_graph(
@@ -278,6 +297,18 @@ class Problem:
         A bound proved by a model without them does not hold for schedules that use them.
         """
         return beyond_recomputation(self.graph, self.host_budget)
+
+    @cached_property
+    def home_candidates(self) -> list[int]:
+        """Movable residents that a plan may keep on the host between their uses."""
+        if "transfers" not in self.beyond_recomputation:
+            return []
+        tensors = self.graph.tensors
+        return [
+            t
+            for t, ops in enumerate(self.consumers)
+            if ops and self.resident[t] and tensors[t].movable and self.bytes[t]
+        ]
 
     @cached_property
     def resident_bytes(self) -> int:

@@ -182,12 +182,16 @@ class Schedule:
     def timeline(self) -> Timeline:
         """The timeline at the end of the step."""
         problem, timeline = self.problem, Timeline(self.problem.device)
+        free = {(OFFLOAD, t) for t in problem.homes.copies}
+        free |= {(PREFETCH, t) for t, _ in problem.homes.returned}
         moved = self.trace.moved.tolist()
         for e, (do, what) in enumerate(zip(self.do.tolist(), self.what.tolist(), strict=True)):
             if do == RUN:
                 timeline.compute(problem.variants[what].cost_us)
             elif do == WAIT:
                 timeline.wait(moved[e])
+            elif (do, what) in free:
+                timeline.skip(moved[e])
             else:
                 copy = timeline.offload if do == OFFLOAD else timeline.prefetch
                 copy(moved[e], problem.bytes[what])
@@ -205,8 +209,14 @@ class Schedule:
 
     @cached_property
     def host_copies(self) -> HostCopies:
-        """The copies that placement gives addresses in the host slab."""
-        return host_copies(to_arrays(self.problem), self.do, self.what, self.trace)
+        """The copies that placement gives addresses in the host slab; those of homes are empty."""
+        a, homes = to_arrays(self.problem), self.problem.homes
+        if homes.copies:
+            placed = [*homes.copies, *(t for t, _ in homes.returned)]
+            exact, rounded = a.bytes.copy(), a.size.copy()
+            exact[placed] = rounded[placed] = 0
+            a = a._replace(bytes=exact, size=rounded)
+        return host_copies(a, self.do, self.what, self.trace)
 
     def fits(self, arena_bytes: int) -> bool:
         """True if the live bytes never exceed an arena; a layout may still need more."""

@@ -13,7 +13,7 @@ from itertools import count
 import numpy as np
 
 from coop_plan.planner.core.arrays import Ints
-from coop_plan.planner.core.lifetimes import Trace
+from coop_plan.planner.core.lifetimes import RUN, Trace
 from coop_plan.planner.core.problem import Pair, Problem, plannable_variants
 from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
 from coop_plan.schemas import Op, Tensor, Variant
@@ -111,8 +111,12 @@ class SsaForm:
         stays = np.ones(t.writes.size, dtype=np.bool_)
         for end, versions in zip(ends, removed, strict=True):
             stays[end - versions : end] = False
+        tensor = np.array(self.tensor, dtype=np.int64)
+        what = schedule.what.copy()
+        transfers = schedule.do != RUN
+        what[transfers] = tensor[what[transfers]]
         trace = Trace(
-            tensor=np.array(self.tensor, dtype=np.int64)[t.tensor[roots]],
+            tensor=tensor[t.tensor[roots]],
             first=t.first[roots],
             last=last,
             shares=_renumbered(t.shares[roots], buffer),
@@ -124,7 +128,7 @@ class SsaForm:
             moved=_renumbered(t.moved, buffer),
             source=_renumbered(t.source, buffer),
         )
-        return Schedule(self.original, schedule.do, schedule.what, trace)
+        return Schedule(self.original, schedule.do, what, trace)
 
 
 def _renumbered(old: Ints, buffer: Ints) -> Ints:

@@ -60,7 +60,7 @@ class Moment:
 class PlanView:
     """A replayed plan.
 
-    `resident` has the bytes of the tensors that exist before the step, by their kind, and
+    `resident` has the bytes of the tensors on the device for the whole step, by their kind, and
     `arena_bytes` the size of the arena. `live[m]` is the exact live bytes of the arena at moment m,
     workspace included; `outside[m]` the bytes of outputs written outside it so far.
     """
@@ -109,8 +109,9 @@ def replay_plan(graph: Graph, plan: Plan) -> PlanView:
     tensor_at = {tensor.id: position for position, tensor in enumerate(graph.tensors)}
     is_output = [tensor.kind == "output" for tensor in graph.tensors]
     resident: Counter[str] = Counter()
+    homes = {home.tensor for home in plan.homes}
     for fixed in graph.tensors:
-        if fixed.resident:
+        if fixed.resident and fixed.id not in homes:
             resident[fixed.kind] += fixed.bytes
     view, live = PlanView(dict(resident), plan.arena_bytes), dict[int, Rectangle]()
     line = Timeline(graph.device.with_link(plan.link_bytes_per_s))

@@ -36,7 +36,8 @@ def remap_ids(
         op_ids = dict(zip(ops, own_ops, strict=True))
         tensor_ids = dict(zip(tensors, own_tensors, strict=True))
         steps = [_step(step, op_ids, tensor_ids) for step in plan.steps]
-        remapped = plan.model_copy(update={"steps": steps})
+        homes = [replace(home, tensor=tensor_ids[home.tensor]) for home in plan.homes]
+        remapped = plan.model_copy(update={"steps": steps, "homes": homes})
     if made_with is None:
         return remapped
     base = fsum(op.cost_us for op in graph.ops)

@@ -6,6 +6,9 @@ from heapq import heappop, heappush
 
 from coop_plan.schemas import Offload, Plan, Prefetch, Step, Wait
 
+FOR_EVER = -1
+"""Number of a copy that is live from the first step to the last."""
+
 
 class HostSlab:
     """Live copies by address.
@@ -50,11 +53,13 @@ class HostSlab:
             if 0 <= near < len(self._starts):
                 start, (stop, owner) = self._starts[near], self._copies[near]
                 if start < end and offset < stop:
-                    yield "overlap", f"the host copy overlaps that of step {owner}"
+                    other = "a home" if owner == FOR_EVER else f"that of step {owner}"
+                    yield "overlap", f"the host copy overlaps {other}"
                     return
         self._starts.insert(slot, offset)
         self._copies.insert(slot, (end, number))
-        heappush(self._ending, (self._last_step[number], offset))
+        if number != FOR_EVER:
+            heappush(self._ending, (self._last_step[number], offset))
 
 
 def _last_steps(steps: list[Step]) -> dict[int, int]:

@@ -3,7 +3,7 @@
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
-from coop_plan.planner.verifier.host import HostSlab
+from coop_plan.planner.verifier.host import FOR_EVER, HostSlab
 from coop_plan.schemas import (
     Compute,
     Free,
@@ -30,6 +30,9 @@ class Fault:
     def __str__(self) -> str:
         return f"{self.pointer or '/'}: {self.message} [{self.code}]"
 
+
+HOME = -1
+"""Source of a prefetch from a home."""
 
 Place = str | tuple["Place | int", ...]
 """A JSON pointer in parts, joined only for a fault."""
@@ -92,7 +95,16 @@ class Replay:
             if tensor.kind == "output" and tensor.id not in in_arena[plan.outputs]
         }
         """Outputs that belong outside the arena."""
-        self.outside = {tensor.id: 0 for tensor in graph.tensors if tensor.resident}
+        self.homes = {home.tensor: home.host_offset for home in plan.homes}
+        """Offset in the host slab of each resident that begins and ends the step there."""
+        self.home_versions = dict.fromkeys(self.homes, 0)
+        self.home_writes: dict[int, int] = {}
+        """Buffer of the copy in flight that overwrites a home, by tensor."""
+        self.outside = {
+            tensor.id: 0
+            for tensor in graph.tensors
+            if tensor.resident and tensor.id not in self.homes
+        }
         """Version of each tensor that is readable outside the arena."""
         self.produced: set[int] = set()
         self.outside_buffers: set[int] = set()
@@ -107,6 +119,7 @@ class Replay:
         self.host: dict[int, int] = {}
         """Version of each complete host copy, by the buffer that was offloaded."""
         self.slab = HostSlab(plan)
+        self._check_homes(graph)
         self.runs: dict[int, int] = {}
         self.last_random = self.last_once = -1
         """Highest position of a random op, and of a run-once op, that has run."""
@@ -190,8 +203,12 @@ class Replay:
                 message = f"a prefetch is reading the host copy of buffer {step.buffer}"
                 self.fault("not-ready", (at, "/buffer"), message)
             del self.host[step.buffer]
-        for code, message in self.slab.add(number, step.host_offset, buffer.bytes):
-            self.fault(code, (at, "/host_offset"), message)
+        home = self.homes.get(buffer.tensor)
+        if home is not None and step.host_offset == home:
+            self._overwrite_home(step.buffer, buffer.tensor, at)
+        else:
+            for code, message in self.slab.add(number, step.host_offset, buffer.bytes):
+                self.fault(code, (at, "/host_offset"), message)
         begin_us = max(self.now_us, self.d2h_free_us)
         self.d2h_free_us = begin_us + self._transfer_us(
             buffer.bytes, self.device.d2h_bytes_per_s, "d2h", at
@@ -199,8 +216,16 @@ class Replay:
         self.pending[step.buffer] = _Transfer(at, self.d2h_free_us)
 
     def prefetch(self, step: Prefetch, at: Place) -> None:
-        version = self.host.get(step.from_)
-        if version is None:
+        version = None if step.from_ is None else self.host.get(step.from_)
+        if step.from_ is None:
+            version = self.home_versions.get(step.tensor)
+            if version is None:
+                message = f"tensor {step.tensor} has no home on the host"
+                self.fault("not-offloaded", (at, "/from"), message)
+            elif step.tensor in self.home_writes:
+                message = f"the home of tensor {step.tensor} is being overwritten"
+                self.fault("not-ready", (at, "/from"), message)
+        elif version is None:
             message = f"the host has no complete copy of buffer {step.from_}"
             self.fault("not-offloaded", (at, "/from"), message)
         elif self.tensor_of[step.from_] != step.tensor:
@@ -215,7 +240,8 @@ class Replay:
         self.h2d_free_us = begin_us + self._transfer_us(
             step.bytes, self.device.h2d_bytes_per_s, "h2d", at
         )
-        self.pending[step.buffer] = _Transfer(at, self.h2d_free_us, step.from_)
+        source = HOME if step.from_ is None else step.from_
+        self.pending[step.buffer] = _Transfer(at, self.h2d_free_us, source)
 
     def wait(self, step: Wait, at: Place) -> None:
         transfer = self.pending.pop(step.buffer, None)
@@ -229,7 +255,12 @@ class Replay:
             self.prefetch_stall_us += stall_us
         else:
             self.offload_stall_us += stall_us
-            self.host[step.buffer] = self.live[step.buffer].version
+            buffer = self.live[step.buffer]
+            if self.home_writes.get(buffer.tensor) == step.buffer:
+                del self.home_writes[buffer.tensor]
+                self.home_versions[buffer.tensor] = buffer.version
+            else:
+                self.host[step.buffer] = buffer.version
 
     def check_end(self) -> None:
         """Check the state after the last step: transfers, ops, outputs, leaks."""
@@ -239,6 +270,10 @@ class Replay:
         for op in self.ops.values():
             if op.id not in self.runs:
                 self.fault("missing-op", "/steps", f"no step runs {_name(op)}")
+        for tensor_id, version in self.home_versions.items():
+            if version != len(self.mutators.get(tensor_id, ())):
+                message = f"the home of tensor {tensor_id} holds version {version} at the end"
+                self.fault("stale-home", "/steps", message)
         in_arena: set[int] = set()
         for number, buffer in self.live.items():
             final = buffer.version == len(self.mutators.get(buffer.tensor, ()))
@@ -257,6 +292,34 @@ class Replay:
             if not (outside if tensor.id in self.outside_outputs else tensor.id in in_arena):
                 message = f"output tensor {tensor.id} does not exist at the end of the step"
                 self.fault("missing-output", "/steps", message)
+
+    # -- homes on the host -----------------------------------------------------------------------
+
+    def _check_homes(self, graph: Graph) -> None:
+        """Check that homes are of movable residents, one each, and that the slab has room."""
+        movable = {tensor.id for tensor in graph.tensors if tensor.resident and tensor.movable}
+        if len(self.homes) != len(self.plan.homes):
+            self.fault("wrong-home", "/homes", "a tensor has two homes")
+        for index, home in enumerate(self.plan.homes):
+            place = ("/homes/", index)
+            if home.tensor not in movable:
+                message = f"tensor {home.tensor} is not a movable resident"
+                self.fault("wrong-home", (place, "/tensor"), message)
+                continue
+            size = self.tensors[home.tensor].bytes
+            for code, message in self.slab.add(FOR_EVER, home.host_offset, size):
+                self.fault(code, (place, "/host_offset"), message)
+
+    def _overwrite_home(self, number: int, tensor: int, at: Place) -> None:
+        """Start a copy of a buffer to the home of its tensor."""
+        reading = any(
+            transfer.source == HOME and self.tensor_of[other] == tensor
+            for other, transfer in self.pending.items()
+        )
+        if reading or tensor in self.home_writes:
+            message = f"another transfer uses the home of tensor {tensor}"
+            self.fault("not-ready", (at, "/buffer"), message)
+        self.home_writes[tensor] = number
 
     # -- parts of steps --------------------------------------------------------------------------
 

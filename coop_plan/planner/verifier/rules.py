@@ -35,6 +35,11 @@ Times are those of one compute stream and one engine per direction. A transfer s
 compute stream reaches it and its engine is free; it takes the device's latency plus its bytes at
 the engine's bandwidth (`link_bytes_per_s` of the plan if set). `wait` stalls the compute stream.
 
+Homes. A tensor in `homes` is on the host before and after the step, at its offset of the slab. It
+is no resident of the device: an op reads or overwrites a buffer, which a `prefetch` from the home
+(`from` null) or from another copy filled. An `offload` to the home's offset overwrites the home.
+At the end each home has the final version.
+
 The host. A copy has an offset in one slab of `host_arena_bytes`, a multiple of the alignment, and
 the bytes of its buffer. It is live from its offload to the last wait on it or on a prefetch from
 it, in the order of the steps, and overlaps no other live copy.
@@ -68,6 +73,7 @@ an address shared in place counted once.
 | early-free | a free or overwrite during a transfer; the free of an output outside the arena |
 | not-ready, no-transfer, not-offloaded | use before `wait`; nothing to wait for; no host copy |
 | no-bandwidth, unfinished-transfer | the device's bandwidth is 0; a transfer without a wait |
+| wrong-home, stale-home | a home of no movable resident; one without the final version |
 | missing-output, leak | at the end: an output does not exist; another buffer is still live |
 | over-budget | the peak or the host slab exceeds its budget; a transfer with a host budget of 0 |
 | wrong-figure | a figure differs from the recomputed one |
@@ -142,7 +148,8 @@ def find_faults(graph: Graph, plan: Plan, *, limit: int = 20, structure: str = "
 
 
 def _check_figures(graph: Graph, plan: Plan, replay: Replay) -> None:
-    resident = sum(tensor.bytes for tensor in graph.tensors if tensor.resident)
+    homes = replay.homes
+    resident = sum(t.bytes for t in graph.tensors if t.resident and t.id not in homes)
     outside = sum(tensor.bytes for tensor in graph.tensors if tensor.id in replay.outside_outputs)
     arena = replay.arena_bytes
     peak = resident + arena + outside

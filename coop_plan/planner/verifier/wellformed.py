@@ -34,6 +34,9 @@ def malformed(plan: Plan) -> list[Fault]:
         check.number(plan.link_bytes_per_s, "/link_bytes_per_s")
     if plan.lower_bound_us is not None:
         check.number(plan.lower_bound_us, "/lower_bound_us")
+    for index, home in enumerate(plan.homes):
+        check.count(home.tensor, "/homes", index, "tensor")
+        check.count(home.host_offset, "/homes", index, "host_offset")
     for number, step in enumerate(plan.steps):
         if not _is_wellformed(step):
             check.step(step, number)
@@ -91,7 +94,8 @@ class _Check:
             case Prefetch():
                 for name in ("buffer", "tensor", "offset", "bytes"):
                     self.count(getattr(step, name), "/steps", number, name)
-                self.count(step.from_, "/steps", number, "from")
+                if step.from_ is not None:
+                    self.count(step.from_, "/steps", number, "from")
             case Offload() | Wait():
                 self.count(step.buffer, "/steps", number, "buffer")
                 if isinstance(step, Offload) and step.host_offset is not None:

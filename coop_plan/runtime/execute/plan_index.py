@@ -72,6 +72,7 @@ class PlanIndex:
                     self.transfers.append(Transfer(self.buffers[step.buffer], step.host_offset))
                 case Prefetch():
                     made = self._make(step, at)
+                    assert step.from_ is not None  # no resident of a captured graph is movable
                     source = latest[step.from_]
                     host_offset = self.transfers[source].host_offset
                     self.transfer_of[at] = latest[step.buffer] = len(self.transfers)

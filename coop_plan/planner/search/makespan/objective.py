@@ -29,12 +29,33 @@ def evaluate(
     Infinite if the sequence is no schedule or its makespan exceeds `limit`. A negative `host` is no
     limit.
     """
-    if candidate_cost(a, m.search, limit) == np.inf:
+    if candidate_cost(a, m.search, limit) == np.inf or not _respects_homes(m):
         return np.inf, np.inf
     _list_events(a, m)
     _list_offloads(m)
     _find_latest_starts(m)
     return _simulate(a, m, capacity, host, limit)
+
+
+@inlined
+def _respects_homes(m: MakespanState) -> bool:
+    """True if the candidate keeps the rules of `planner.core.problem.Homes`."""
+    s = m.search
+    # The first access of a tensor is its first run's write, which begins a copy.
+    for i in range(m.home_copies.size):
+        x = s.tensor[m.home_copies[i], c.HEAD]
+        if s.access[x, c.END] != s.access[x, c.EVENT]:
+            return False
+    for i in range(m.returned.shape[0]):
+        x = s.tensor[m.returned[i, 0], c.HEAD]
+        if s.event[s.access[x, c.END], c.CODE] == m.returned[i, 1]:
+            return False
+    for i in range(m.versions.shape[0]):
+        made = s.access[s.tensor[m.versions[i, 0], c.HEAD], c.EVENT]
+        used = s.access[s.tensor[m.versions[i, 1], c.TAIL], c.EVENT]
+        if position_of(s, used) > position_of(s, made):
+            return False
+    return True
 
 
 @inlined
@@ -101,7 +122,7 @@ def _find_latest_starts(m: MakespanState) -> None:
     for i in range(m.flow[mc.PREFETCH_COUNT] - 1, -1, -1):
         t = m.search.access[m.prefetches[i], c.TENSOR]
         latest = min(latest, m.start_us[m.first_reader[i]]) - m.prefetch_us[t]
-        while at > 0 and m.start_us[at] > latest:
+        while at > m.first_reader[i] or (at > 0 and m.start_us[at] > latest):
             at -= 1
         m.latest_start[i] = at
 
@@ -169,7 +190,7 @@ def _simulate(
             t = s.access[m.prefetches[arrived], c.TENSOR]
             clock[mc.NOW] = max(clock[mc.NOW], m.arrival_us[arrived])
             _record(m, at, mc.PREFETCH_END, t)
-            flow[mc.HOST_LIVE] -= a.size[t] if m.offload[t, mc.LAST_PREFETCH] == arrived else 0
+            flow[mc.HOST_LIVE] -= m.host_size[t] if m.offload[t, mc.LAST_PREFETCH] == arrived else 0
             arrived += 1
         _start_offloads(m, at, a.cost[op], host, a.size)  # compute may have waited since
         clock[mc.NOW] += a.cost[op]
@@ -303,7 +324,7 @@ def _start_offload(m: MakespanState, at: int, host: int, size: Ints) -> None:
     m.sent[flow[mc.SENT_COUNT]], m.sent_end_us[flow[mc.SENT_COUNT]] = t, clock[mc.OUT_FREE]
     flow[mc.SENT_COUNT] += 1
     _record(m, at, mc.OFFLOAD_START, t)
-    flow[mc.HOST_LIVE] += size[t]
+    flow[mc.HOST_LIVE] += m.host_size[t]
     if flow[mc.HOST_LIVE] > host:
         flow[mc.HOST_EXCESS] = max(flow[mc.HOST_EXCESS], flow[mc.HOST_LIVE] - host)
         clock[mc.HOST_EXCESS_SUM] += flow[mc.HOST_LIVE] - host

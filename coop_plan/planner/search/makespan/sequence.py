@@ -48,9 +48,16 @@ class MakespanState(NamedTuple):
     heap of tensors to offload, keyed by the last reader's position. `sent` and `sent_end_us` list
     offloads in the order of their starts. `transfer` lists all transfer events; see
     `columns` for the columns and entries of `offload`, `transfer`, `clock` and `flow`.
+
+    `home_copies`, `returned` and `versions` are those of `planner.core.problem.Homes`; `host_size`
+    is the bytes of a copy on the host, 0 of a home, which has its own place.
     """
 
     search: SearchState
+    home_copies: Ints
+    returned: IntTable
+    versions: IntTable
+    host_size: Ints
     offload_us: Floats
     prefetch_us: Floats
     order: Int32s
@@ -105,8 +112,16 @@ def new_state(problem: Problem, a: Program, max_events: int, params: MoveParams)
     with np.errstate(divide="ignore", invalid="ignore"):  # 0 bytes without a link
         offload_us = device.copy_latency_us + bytes_ * 1e6 / np.float64(device.d2h_bytes_per_s)
         prefetch_us = device.copy_latency_us + bytes_ * 1e6 / np.float64(device.h2d_bytes_per_s)
+    homes = problem.homes
+    home_copies = np.array(homes.copies, dtype=np.int64)
+    returned = np.array(homes.returned, dtype=np.int64).reshape(-1, 2)
+    versions = np.array(homes.versions, dtype=np.int64).reshape(-1, 2)
+    host_size = a.size.copy()
+    host_size[home_copies] = host_size[returned[:, 0]] = 0
+    offload_us[home_copies] = prefetch_us[returned[:, 0]] = 0.0
     linked = "transfers" in problem.beyond_recomputation
     movable = np.array(problem.movable, dtype=np.uint8) * np.uint8(linked)
+    movable[np.setdiff1d(versions[:, 1], home_copies)] = 0
     recomputable = np.array([*problem.rerunnable(problem.rematerializable), False], dtype=np.uint8)
     evictable = (a.producer >= 0) & (
         (movable == 1) | ((a.evictable == 1) & (recomputable[a.producer] == 1))
@@ -114,6 +129,10 @@ def new_state(problem: Problem, a: Program, max_events: int, params: MoveParams)
     search = allocate(a, max_events, params, recomputable, evictable * (a.size > 0) * 1.0)
     return MakespanState(
         search=search._replace(movable=movable),
+        home_copies=home_copies,
+        returned=returned,
+        versions=versions,
+        host_size=host_size,
         offload_us=offload_us,
         prefetch_us=prefetch_us,
         order=np.zeros(max_events, dtype=np.int32),

@@ -1,0 +1,190 @@
+"""Conversion of a plan of a lowered graph (`planner.homes.lower`) to one of the graph itself."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from coop_plan.planner.core.timeline import plan_timeline
+from coop_plan.planner.homes.lower import Lowered
+from coop_plan.planner.placement import place
+from coop_plan.schemas import (
+    Compute,
+    Free,
+    Graph,
+    Home,
+    Offload,
+    Plan,
+    Prefetch,
+    Step,
+    Wait,
+    fingerprint,
+)
+
+
+def restored(graph: Graph, low: Lowered, plan: Plan) -> Plan:
+    """The plan of `graph` with homes for the residents that are activations in `low`.
+
+    `plan` is one of the lowered graph. The artificial ops and their transfers are left out; copies
+    on the host get new offsets, beside the homes.
+    """
+    steps = _without_artificial_ops(low, plan.steps)
+    size = {tensor.id: tensor.bytes for tensor in graph.tensors}
+    steps, homes, slab = _with_host_offsets(low, steps, size, plan.alignment)
+    memory = _Memory()
+    memory.replay(steps)
+    resident = sum(t.bytes for t in graph.tensors if t.resident and t.id not in low.homes)
+    outside = plan.peak_bytes - plan.resident_bytes - plan.arena_bytes
+    arena = memory.arena_bytes
+    made = plan.model_copy(
+        {
+            "graph": fingerprint(graph),
+            "resident_bytes": resident,
+            "arena_bytes": arena,
+            "host_arena_bytes": slab,
+            "peak_bytes": resident + arena + outside,
+            "fragmentation": 1 - memory.most_live / arena if arena else 0.0,
+            "swapped_bytes": memory.moved,
+            "homes": homes,
+            "steps": steps,
+        }
+    )
+    timeline = plan_timeline(graph, made)
+    cost = timeline.end_us
+    return made.model_copy(
+        {
+            "cost_us": cost,
+            "overhead": cost / made.base_cost_us - 1 if made.base_cost_us else 0.0,
+            "prefetch_stall_us": timeline.prefetch_stall_us,
+            "offload_stall_us": timeline.offload_stall_us,
+        }
+    )
+
+
+def _without_artificial_ops(low: Lowered, steps: Iterable[Step]) -> list[Step]:
+    """The steps without artificial ops, their buffers, and the transfers of these."""
+    begins, ends = set(low.begins), set(low.ends)
+    read: set[int] = set()  # by ops of the graph
+    dropped: set[int] = set()  # buffers of artificial ops
+    for step in steps:
+        if isinstance(step, Compute):
+            buffers = {entry for entry in step.reads if isinstance(entry, int)}
+            if step.op in ends:
+                dropped |= buffers
+            else:
+                read |= buffers
+    dropped -= read
+    kept: list[Step] = []
+    for step in steps:
+        match step:
+            case Compute():
+                if step.op in begins:
+                    dropped |= {write.buffer for write in step.writes}
+                elif step.op not in ends:
+                    kept.append(step)
+            case Free():
+                buffers_left = [b for b in step.buffers if b not in dropped]
+                if buffers_left:
+                    kept.append(Free(buffers=buffers_left))
+            case Prefetch():
+                if step.buffer not in dropped:
+                    home = step.tensor in low.homes
+                    kept.append(step.model_copy({"from_": None}) if home else step)
+            case Offload() | Wait():
+                if step.buffer not in dropped:
+                    kept.append(step)
+    return kept
+
+
+def _with_host_offsets(
+    low: Lowered, steps: list[Step], size: dict[int, int], alignment: int
+) -> tuple[list[Step], list[Home], int]:
+    """The steps with offsets of all copies on the host, the homes, and the bytes of the slab."""
+    homes = sorted(low.homes)
+    lower, upper, bytes_ = [0] * len(homes), [len(steps)] * len(homes), [size[t] for t in homes]
+    row = {tensor: k for k, tensor in enumerate(homes)}
+    row_of_step: dict[int, int] = {}
+    tensor: dict[int, int] = {}
+    copy: dict[int, int] = {}  # per buffer its last copy
+    pending: dict[int, int] = {}  # per buffer the copy that its transfer in flight uses
+    for number, step in enumerate(steps):
+        match step:
+            case Compute():
+                tensor |= {write.buffer: write.tensor for write in step.writes}
+            case Prefetch():
+                tensor[step.buffer] = step.tensor
+                pending[step.buffer] = row[step.tensor] if step.from_ is None else copy[step.from_]
+            case Offload():
+                t = tensor[step.buffer]
+                if t not in row:
+                    lower.append(number)
+                    upper.append(number + 1)
+                    bytes_.append(size[t])
+                found = row[t] if t in row else len(lower) - 1
+                row_of_step[number] = copy[step.buffer] = pending[step.buffer] = found
+            case Wait():
+                k = pending.pop(step.buffer)
+                upper[k] = max(upper[k], number + 1)
+            case Free():
+                pass
+    placed = place(np.array(lower), np.array(upper), np.array(bytes_), alignment=alignment)
+    offset = placed.offsets.tolist()
+    changed = [
+        step.model_copy({"host_offset": offset[row_of_step[number]]})
+        if isinstance(step, Offload)
+        else step
+        for number, step in enumerate(steps)
+    ]
+    slots = [Home(tensor=t, host_offset=offset[k]) for t, k in row.items()]
+    return changed, slots, placed.peak
+
+
+@dataclass
+class _Memory:
+    """Bytes of the arena during a replay of steps."""
+
+    arena_bytes: int = 0
+    """The highest end of a buffer or a workspace."""
+    most_live: int = 0
+    """The maximum of live bytes, an address shared in place counted once."""
+    moved: int = 0
+    """Bytes of all transfers."""
+    _live: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Offset and bytes of each live buffer."""
+
+    def replay(self, steps: list[Step]) -> None:
+        live, total = self._live, 0
+        for step in steps:
+            match step:
+                case Compute():
+                    read = {live[b][0]: b for b in step.reads if isinstance(b, int) and live[b][1]}
+                    most = total + step.workspace.bytes
+                    for write in step.writes:
+                        if write.offset is None:
+                            continue
+                        source = read.get(write.offset) if write.bytes else None
+                        if source is None:
+                            most += write.bytes
+                        else:
+                            del live[source]
+                        live[write.buffer] = write.offset, write.bytes
+                        self._reach(write.offset, write.bytes)
+                    self._reach(step.workspace.offset, step.workspace.bytes)
+                    self.most_live = max(self.most_live, most)
+                    total = sum(size for _, size in live.values())
+                case Prefetch():
+                    live[step.buffer] = step.offset, step.bytes
+                    total += step.bytes
+                    self.moved += step.bytes
+                    self._reach(step.offset, step.bytes)
+                    self.most_live = max(self.most_live, total)
+                case Offload():
+                    self.moved += live[step.buffer][1]
+                case Free():
+                    total -= sum(live.pop(b)[1] for b in step.buffers if b in live)
+                case Wait():
+                    pass
+
+    def _reach(self, offset: int, size: int) -> None:
+        if size:
+            self.arena_bytes = max(self.arena_bytes, offset + size)
