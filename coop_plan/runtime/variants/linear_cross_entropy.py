@@ -50,9 +50,10 @@ It also has a copy of the weights, and their gradient.
 """
 
 EVEN_ROWS = 64
-"""Rows a thread of which products are made by the same kernels, whatever their number.
+"""On one thread, multiples of these rows are made by the same kernels, whatever their number.
 
-Of 777 rows on two threads the last ones have other bits than in a product of fewer.
+On two threads the last rows may have other bits than in a product of fewer, 777 on each processor
+that was tried, 512 and 1 024 on one of them.
 """
 
 MIN_ROWS, MIN_CLASSES = 16, 64
@@ -144,7 +145,7 @@ def chunk_heads(module: fx.GraphModule, *, checked: bool = True, room: int | Non
 
     A head of whose chunks none has the bits of the whole is left. For an absent device bits are not
     `checked`: it gets as many chunks as it can have. With `room` in bytes, bits are compared
-    on as many rows as it holds, if rows are even for each thread (`EVEN_ROWS`).
+    on as many rows as it holds, on one thread and if rows are even (`EVEN_ROWS`).
     """
 
     def sizes_of(head: Head) -> tuple[int, int] | None:
@@ -294,8 +295,8 @@ def _chunk_sizes(head: Head, room: int | None) -> tuple[int, int] | None:
     dtype, fakes = head.softmax.meta["val"].dtype, fake_values(head.arguments)
     row_sizes, class_sizes = _sizes_of(head)
     rows, classes = head.product.meta["val"].shape
-    unit = EVEN_ROWS * torch.get_num_threads()
-    if room is not None and rows % unit == 0:
+    unit = EVEN_ROWS
+    if room is not None and rows % unit == 0 and torch.get_num_threads() == 1:
         hidden, matrix, bias, target, *options, _ = fakes
         held = (room - 2 * _storage_bytes(matrix)) // (CHECKED_COPIES * classes * dtype.itemsize)
         held = max(held, 2 * min(row_sizes, default=0), unit) // unit * unit
