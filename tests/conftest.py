@@ -21,17 +21,17 @@ machine disturb them: a test that reads one itself may fail twice before it coun
 
 
 LONGEST = (
-    "runtime/test_fit_budget.py",
-    "runtime/test_cuda.py",
-    "runtime/test_fake_device.py",
-    "test_package.py",
-    "planner/test_exact.py",
-    "runtime/test_fused.py",
-    "runtime/test_inductor_budget.py",
-    "runtime/test_linear_cross_entropy.py",
-    "runtime/test_train_iteration.py",
-    "runtime/test_iterations.py",
-    "runtime/test_loops.py",
+    "tests/runtime/test_fit_budget.py",
+    "tests/runtime/test_cuda.py",
+    "tests/runtime/test_fake_device.py",
+    "tests/test_package.py",
+    "tests/planner/test_exact.py",
+    "tests/runtime/test_fused.py",
+    "tests/runtime/test_inductor_budget.py",
+    "tests/runtime/test_linear_cross_entropy.py",
+    "tests/runtime/test_train_iteration.py",
+    "tests/runtime/test_iterations.py",
+    "tests/runtime/test_loops.py",
 )
 """Files of a minute or more, the longest first. Started last, one keeps a core busy while the other
 waits; the number of tests, by which xdist would order files, says nothing of their time."""
@@ -39,7 +39,7 @@ waits; the number of tests, by which xdist would order files, says nothing of th
 
 def pytest_collection_modifyitems(items):
     """Long files first, then those with the most tests (`--no-loadscope-reorder` keeps this)."""
-    rank = {f"tests/{name}": i for i, name in enumerate(LONGEST)}
+    rank = {name: i for i, name in enumerate(LONGEST)}
     files = [item.nodeid.partition("::")[0] for item in items]
     tests = Counter(files)
     places = {name: (rank.get(name, len(rank)), -tests[name], name) for name in tests}
