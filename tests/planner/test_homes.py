@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from coop_plan.planner import InfeasibleBudgetError, plan
 from coop_plan.planner.core.memory_bounds import budget_lower_bound
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.homes.search import HomeSearch
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.planning import keep_all_peak
 from coop_plan.planner.verifier import find_faults
@@ -119,6 +120,13 @@ def test_a_refusal_names_a_bound_that_homes_respect():
         plan(graph, 1, alignment=1, smallest=True)
     assert caught.value.min_feasible_bytes == least.peak_bytes
     assert caught.value.budget_lower_bound_bytes <= least.peak_bytes
+
+
+def test_the_search_for_the_smallest_budget_ends_without_a_plan(monkeypatch):
+    """Also below 64 bytes, where a 64th of the budget is none."""
+    graph = iteration(layers=1, weight=4, activation=4)
+    monkeypatch.setattr(HomeSearch, "_plan", lambda *_: None)
+    assert plan(graph, "min", alignment=1).homes == []
 
 
 def without_write_back(document):

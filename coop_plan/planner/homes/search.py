@@ -85,14 +85,17 @@ class HomeSearch:
         alone = streamed(self.problem, self.order)
         method = METHODS["coop-offline"]
         task = Task(alone, method, replace(self.request.part(0.5), progress=None))
-        arena = task.smallest(lay_out_everything(alone).placed).arena_bytes
+        try:
+            arena = task.smallest(lay_out_everything(alone).placed).arena_bytes
+        except TimeLimitError:
+            return None
         least = alone.fixed_bytes + arena
-        while least < budget:
+        while least < budget and not self.request.out_of_time():
             found = self._plan(self.order, least, np.inf, self.request)
             if found is not None:
                 bound = budget_lower_bound(self.problem)
                 return found.model_copy({"budget_lower_bound_bytes": bound})
-            least += least // 64
+            least += max(1, least // 64)
         return None
 
     def _count(self, share: float) -> int:

@@ -1,9 +1,10 @@
 """Replay of a plan: the state of device memory, host slab and engines after each step."""
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
 
-from coop_plan.planner.verifier.host import FOR_EVER, HostSlab
+from coop_plan.planner.verifier.homes import home_faults, reads_home
+from coop_plan.planner.verifier.host import HostSlab
+from coop_plan.planner.verifier.state import HOME, Buffer, Fault, Place, Transfer, pointer
 from coop_plan.schemas import (
     Compute,
     Free,
@@ -17,56 +18,6 @@ from coop_plan.schemas import (
     Wait,
     Write,
 )
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A fault of a plan: its code (see `planner.verifier.rules`), JSON pointer and message."""
-
-    code: str
-    pointer: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.pointer or '/'}: {self.message} [{self.code}]"
-
-
-HOME = -1
-"""Source of a prefetch from a home."""
-
-Place = str | tuple["Place | int", ...]
-"""A JSON pointer in parts, joined only for a fault."""
-
-
-def pointer(place: Place | int) -> str:
-    """The parts of a place joined to a JSON pointer."""
-    return "".join(map(pointer, place)) if isinstance(place, tuple) else str(place)
-
-
-@dataclass(slots=True)
-class _Buffer:
-    """A live buffer in the arena; `end` is exclusive.
-
-    `indexed` is false for a buffer of 0 bytes or with an overlap fault, which the address index
-    omits. `taken_over` is set by an in-place write of the current step.
-    """
-
-    tensor: int
-    offset: int
-    bytes: int
-    version: int
-    end: int
-    indexed: bool = False
-    taken_over: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    """A copy in flight until `end_us`; `source` is the buffer whose host copy a prefetch reads."""
-
-    place: Place
-    end_us: float
-    source: int | None = None
 
 
 def _name(op: Op) -> str:
@@ -108,18 +59,19 @@ class Replay:
         """Version of each tensor that is readable outside the arena."""
         self.produced: set[int] = set()
         self.outside_buffers: set[int] = set()
-        self.live: dict[int, _Buffer] = {}
+        self.live: dict[int, Buffer] = {}
         self.tensor_of: dict[int, int] = {}
         """Tensor of every buffer id so far."""
         self.starts: list[int] = []
         self.owners: list[int] = []
         """Address index: start addresses of disjoint live buffers, ascending, and their ids."""
-        self.pending: dict[int, _Transfer] = {}
+        self.pending: dict[int, Transfer] = {}
         """Unfinished transfer per buffer."""
         self.host: dict[int, int] = {}
         """Version of each complete host copy, by the buffer that was offloaded."""
         self.slab = HostSlab(plan)
-        self._check_homes(graph)
+        for fault in home_faults(plan, self.tensors, self.slab):
+            self.fault(*fault)
         self.runs: dict[int, int] = {}
         self.last_random = self.last_once = -1
         """Highest position of a random op, and of a run-once op, that has run."""
@@ -205,7 +157,11 @@ class Replay:
             del self.host[step.buffer]
         home = self.homes.get(buffer.tensor)
         if home is not None and step.host_offset == home:
-            self._overwrite_home(step.buffer, buffer.tensor, at)
+            busy = reads_home(buffer.tensor, self.pending, self.tensor_of)
+            if busy or buffer.tensor in self.home_writes:
+                message = f"another transfer uses the home of tensor {buffer.tensor}"
+                self.fault("not-ready", (at, "/buffer"), message)
+            self.home_writes[buffer.tensor] = step.buffer
         else:
             for code, message in self.slab.add(number, step.host_offset, buffer.bytes):
                 self.fault(code, (at, "/host_offset"), message)
@@ -213,7 +169,7 @@ class Replay:
         self.d2h_free_us = begin_us + self._transfer_us(
             buffer.bytes, self.device.d2h_bytes_per_s, "d2h", at
         )
-        self.pending[step.buffer] = _Transfer(at, self.d2h_free_us)
+        self.pending[step.buffer] = Transfer(at, self.d2h_free_us)
 
     def prefetch(self, step: Prefetch, at: Place) -> None:
         version = None if step.from_ is None else self.host.get(step.from_)
@@ -241,7 +197,7 @@ class Replay:
             step.bytes, self.device.h2d_bytes_per_s, "h2d", at
         )
         source = HOME if step.from_ is None else step.from_
-        self.pending[step.buffer] = _Transfer(at, self.h2d_free_us, source)
+        self.pending[step.buffer] = Transfer(at, self.h2d_free_us, source)
 
     def wait(self, step: Wait, at: Place) -> None:
         transfer = self.pending.pop(step.buffer, None)
@@ -293,34 +249,6 @@ class Replay:
                 message = f"output tensor {tensor.id} does not exist at the end of the step"
                 self.fault("missing-output", "/steps", message)
 
-    # -- homes on the host -----------------------------------------------------------------------
-
-    def _check_homes(self, graph: Graph) -> None:
-        """Check that homes are of movable residents, one each, and that the slab has room."""
-        movable = {tensor.id for tensor in graph.tensors if tensor.resident and tensor.movable}
-        if len(self.homes) != len(self.plan.homes):
-            self.fault("wrong-home", "/homes", "a tensor has two homes")
-        for index, home in enumerate(self.plan.homes):
-            place = ("/homes/", index)
-            if home.tensor not in movable:
-                message = f"tensor {home.tensor} is not a movable resident"
-                self.fault("wrong-home", (place, "/tensor"), message)
-                continue
-            size = self.tensors[home.tensor].bytes
-            for code, message in self.slab.add(FOR_EVER, home.host_offset, size):
-                self.fault(code, (place, "/host_offset"), message)
-
-    def _overwrite_home(self, number: int, tensor: int, at: Place) -> None:
-        """Start a copy of a buffer to the home of its tensor."""
-        reading = any(
-            transfer.source == HOME and self.tensor_of[other] == tensor
-            for other, transfer in self.pending.items()
-        )
-        if reading or tensor in self.home_writes:
-            message = f"another transfer uses the home of tensor {tensor}"
-            self.fault("not-ready", (at, "/buffer"), message)
-        self.home_writes[tensor] = number
-
     # -- parts of steps --------------------------------------------------------------------------
 
     def _check_order(self, op: Op, at: Place) -> None:
@@ -340,12 +268,12 @@ class Replay:
                 self.fault("rng-order", (at, "/op"), message)
             self.last_random = max(self.last_random, self.position[op.id])
 
-    def _reads(self, op: Op, variant: Op | Variant, step: Compute, at: Place) -> dict[int, _Buffer]:
+    def _reads(self, op: Op, variant: Op | Variant, step: Compute, at: Place) -> dict[int, Buffer]:
         """Check the reads and apply the op's mutations; returns the buffers read in the arena."""
         if len(step.reads) != len(variant.inputs):
             message = f"{_name(op)} has {len(variant.inputs)} inputs, not {len(step.reads)}"
             self.fault("wrong-reads", (at, "/reads"), message)
-        read: dict[int, _Buffer] = {}
+        read: dict[int, Buffer] = {}
         mutated: dict[int, int | None] = {}
         mutators, live, outside, pending = self.mutators, self.live, self.outside, self.pending
         for index, (entry, tensor) in enumerate(zip(step.reads, variant.inputs, strict=False)):
@@ -408,7 +336,7 @@ class Replay:
         variant: Op | Variant,
         write: Write,
         tensor: int,
-        read: dict[int, _Buffer],
+        read: dict[int, Buffer],
         shrinking: list[int],
         at: Place,
     ) -> None:
@@ -457,7 +385,7 @@ class Replay:
         self.owners[slot] = write.buffer
         self.tensor_of[write.buffer] = write.tensor
         end = max(old.end, write.offset + write.bytes)
-        self.live[write.buffer] = _Buffer(
+        self.live[write.buffer] = Buffer(
             write.tensor, write.offset, write.bytes, version=0, end=end, indexed=True
         )
         self._check_place(write.offset, write.bytes, at)
@@ -478,7 +406,7 @@ class Replay:
 
     # -- buffers ---------------------------------------------------------------------------------
 
-    def _readable(self, number: int, at: Place) -> _Buffer | None:
+    def _readable(self, number: int, at: Place) -> Buffer | None:
         """The live buffer of that id, or None after a fault."""
         buffer = self.live.get(number)
         if buffer is None:
@@ -513,7 +441,7 @@ class Replay:
     ) -> None:
         """Add a live buffer; the address index omits one that overlaps another buffer."""
         self.tensor_of[number] = tensor
-        buffer = self.live[number] = _Buffer(tensor, offset, size, version, offset + size)
+        buffer = self.live[number] = Buffer(tensor, offset, size, version, offset + size)
         self.live_bytes += size
         self._check_place(offset, size, at)
         other = self._overlapping(offset, size)

@@ -82,7 +82,8 @@ an address shared in place counted once.
 
 import math
 
-from coop_plan.planner.verifier.replay import Fault, Replay
+from coop_plan.planner.verifier.replay import Replay
+from coop_plan.planner.verifier.state import Fault
 from coop_plan.planner.verifier.wellformed import malformed
 from coop_plan.schemas import Compute, Free, Graph, Offload, Plan, Prefetch, Wait, fingerprint
 

@@ -2,7 +2,7 @@
 
 import math
 
-from coop_plan.planner.verifier.replay import Fault
+from coop_plan.planner.verifier.state import Fault
 from coop_plan.schemas import Compute, Free, Offload, Plan, Prefetch, Step, TensorRead, Wait
 
 COUNTS = (
