@@ -1,8 +1,8 @@
-"""Deep GPT training steps of any length, op by op, with costs from a roofline."""
+"""Deep GPT training steps and iterations of any length, op by op, with costs from a roofline."""
 
 from typing import Any
 
-from coop_plan.schemas import Graph, parse_graph
+from coop_plan.schemas import Graph, Op, Tensor, parse_graph
 
 FLOPS_PER_US, BYTES_PER_US = 150e6, 1.2e6
 """About what an A100 reaches in bf16."""
@@ -94,3 +94,44 @@ def gpt(layers: int, tokens: int = 4096, width: int = 1024, length: int = 512) -
     return parse_graph(
         {"schema": "coop-plan/graph/1", "name": f"gpt {layers}", "tensors": b.tensors, "ops": b.ops}
     )
+
+
+def with_adamw(step: Graph, gigabytes_per_s: float) -> Graph:
+    """The iteration of a GPT step with AdamW, on a device with a link of this bandwidth.
+
+    Weights are in bf16, with masters and both moments in fp32. Each update runs as soon as its
+    gradient is made, which is no output then. All of them are movable residents.
+    """
+    movable = {t.id for t in step.tensors if t.kind == "parameter"}
+    tensors = {t.id: t.model_copy({"movable": t.id in movable}) for t in step.tensors}
+    link = {f"{way}_bytes_per_s": gigabytes_per_s * 1e9 for way in ("h2d", "d2h")}
+    device = step.device.model_copy({"kind": "cuda", "copy_latency_us": 5.0} | link)
+    ops: list[Op] = []
+    unused, updates = len(tensors), 0
+    for op in step.ops:
+        ops.append(op)
+        gradient = next((t for t in op.outputs if tensors[t].kind == "output"), None)
+        if gradient is None or op.name != "mm":
+            continue
+        # The product of the layer's input gradient reads the weight just before.
+        weight = next(t for t in step.ops[len(ops) - 2 - updates].inputs if t in movable)
+        size = tensors[gradient].bytes
+        tensors[gradient] = tensors[gradient].model_copy({"kind": "activation"})
+        states = [unused, unused + 1, unused + 2]
+        for t in states:
+            tensors[t] = Tensor(id=t, bytes=2 * size, kind="buffer", movable=True)
+        updates, unused = updates + 1, unused + 3
+        ops.append(
+            Op(
+                id=len(step.ops) + updates,
+                name="adamw",
+                phase="backward",
+                inputs=[gradient, weight, *states],
+                outputs=[],
+                mutates=[weight, *states],
+                cost_us=14 * size / BYTES_PER_US,
+                recomputable=False,
+            )
+        )
+    made = {"tensors": list(tensors.values()), "ops": ops, "device": device}
+    return step.model_copy(made | {"name": f"{step.name}, AdamW"})

@@ -1,0 +1,111 @@
+"""Joint plans of a whole iteration, beside rules that move one kind of tensor at a time.
+
+    python -m benchmarks.homes [--layers N] [--tokens N] [--width N] [--links 25 50] [--csv FILE]
+
+The iteration is a GPT's with AdamW: weights in bf16, masters and moments in fp32, all movable. Each
+cell is the overhead over the step's compute time within a share of keep-everything's peak;
+every plan is verified. Columns:
+
+- activations: the plan by coop-offline with all residents on the device;
+- states: masters and moments have homes on the host, fetched before each update and written back,
+  as optimizer-state offload does; nothing else is moved, activations are recomputed as planned;
+- streaming: weights as well, fetched before each use, as layer-wise streaming does;
+- joint: the plan by coop-offline with homes.
+
+An empty cell is a budget that is not met. Copies overlap with compute in all columns.
+"""
+
+from collections.abc import Callable
+
+from benchmarks.report import Column, Report, parser, scaled
+from benchmarks.synthetic import gpt, with_adamw
+from coop_plan.planner import InfeasibleBudgetError, plan
+from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.homes.lower import lowered, sequence_of, streamed
+from coop_plan.planner.method import Request
+from coop_plan.planner.options import PlanOptions
+from coop_plan.planner.planning import keep_all_peak
+from coop_plan.planner.registry import METHODS
+from coop_plan.planner.search.makespan.annealing import MOVES
+from coop_plan.planner.search.makespan.metropolis import evaluate_sequence
+from coop_plan.planner.search.makespan.sequence import (
+    new_state,
+    set_sequence,
+    to_closed_program,
+    to_events,
+    to_sequence,
+)
+from coop_plan.planner.smallest_budget import Task
+from coop_plan.schemas import Graph
+
+SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+
+
+def overhead(graph: Graph, budget: int) -> float | None:
+    """Overhead (fraction) of a plan by coop-offline, None if the budget is not met."""
+    try:
+        return plan(graph, budget, method="coop-offline").overhead
+    except InfeasibleBudgetError:
+        return None
+
+
+def rule(graph: Graph, budget: int, chosen: Callable[[int], bool]) -> float | None:
+    """Overhead of fetching the chosen residents (tensor ids) before each use, without a search."""
+    problem = Problem.from_graph(graph)
+    homes = [t.id for t in graph.tensors if t.movable and chosen(t.id)]
+    alone = streamed(problem, homes)
+    task = Task(alone, METHODS["coop-offline"], Request(0))
+    try:
+        placed = task.within(budget - alone.fixed_bytes).placed
+    except DoesNotFitError:
+        return None
+    low = lowered(problem, homes)
+    versioned = low.form.problem
+    arena = budget - versioned.fixed_bytes
+    sequence = sequence_of(low, to_sequence(placed.schedule))
+    program = to_closed_program(versioned)
+    state = new_state(versioned, program, 3 * sequence.size + 2000, MOVES)
+    set_sequence(state, sequence)
+    evaluate_sequence(program, state, arena, -1)
+    schedule = Schedule.of_events(versioned, *to_events(state))
+    return schedule.cost_us / problem.base_cost_us - 1 if schedule.fits(arena) else None
+
+
+def main() -> None:
+    """Print the table and write the CSV."""
+    arguments = parser(__doc__)
+    for name, value in (("layers", 8), ("tokens", 8192), ("width", 4096)):
+        arguments.add_argument(f"--{name}", type=int, default=value)
+    arguments.add_argument("--links", type=float, nargs="+", default=[25.0, 50.0], metavar="GB/s")
+    args = arguments.parse_args()
+    report = Report(
+        Column("link", "GB/s"),
+        Column("share", form=".0%"),
+        Column("budget", "GB", scaled(1e-9, ".2f")),
+        *(Column(name, form=".1%") for name in ("activations", "states", "streaming", "joint")),
+        progress=True,
+    )
+    for link in args.links:
+        graph = with_adamw(gpt(args.layers, tokens=args.tokens, width=args.width), link)
+        still = [t.model_copy({"movable": False}) for t in graph.tensors]
+        fixed = graph.model_copy({"tensors": still})
+        states = {t.id for t in graph.tensors if t.kind == "buffer"}
+        peak = keep_all_peak(graph, PlanOptions.given("min", {}))
+        for share in SHARES:
+            budget = int(share * peak)
+            report.add(
+                link=link,
+                share=share,
+                budget=budget,
+                activations=overhead(fixed, budget),
+                states=rule(graph, budget, states.__contains__),
+                streaming=rule(graph, budget, lambda _: True),
+                joint=overhead(graph, budget),
+            )
+    report.finish(args.csv)
+
+
+if __name__ == "__main__":
+    main()
