@@ -143,11 +143,14 @@ def _planned(
     start: Plan | None = None,
 ) -> Plan:
     """As `plan`; the method may start from the runs of `start`, a valid plan of the graph."""
+    info = options.info
     graph = options.apply_link(graph)
+    compile_method(info.name, linked=graph.device.linked, progress=progress)
+    started = time.monotonic()
     problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
-    if options.info.homes and problem.home_candidates:
-        return _planned_with_homes(problem, options, progress, start)
-    return _planned_without_homes(graph, options, progress, start)
+    if info.homes and problem.home_candidates:
+        return _planned_with_homes(problem, options, progress, start, started)
+    return _planned_without_homes(problem, options, progress, start, started)
 
 
 def _planned_with_homes(
@@ -155,6 +158,7 @@ def _planned_with_homes(
     options: PlanOptions,
     progress: Callable[[Progress], None] | None,
     start: Plan | None,
+    started: float,
 ) -> Plan:
     """The better of the plans with and without movable residents on the host.
 
@@ -166,16 +170,16 @@ def _planned_with_homes(
     alone = options.model_copy(
         {"smallest": False, "time_limit": None if limit is None else limit / 2}
     )
-    deadline = None if limit is None else time.monotonic() + limit
+    deadline = None if limit is None else started + limit
     found: Plan | None = None
     refusal: InfeasibleBudgetError | TimeLimitError | None = None
     try:
-        found = _planned_without_homes(graph, alone, progress, start)
+        found = _planned_without_homes(problem, alone, progress, start, started)
     except (InfeasibleBudgetError, TimeLimitError) as error:
         refusal = error
     request = Request(0, options.off, deadline, options.seed, progress=progress)
     search = HomeSearch(problem, options, request)
-    if refusal is None and found is not None and options.budget.kind == "min":
+    if found is not None and options.budget.kind == "min":
         return search.smallest(found.peak_bytes) or found
     if found is not None and found.cost_us <= problem.floor_us:
         return found
@@ -196,16 +200,14 @@ def _planned_with_homes(
 
 
 def _planned_without_homes(
-    graph: Graph,
+    problem: Problem,
     options: PlanOptions,
     progress: Callable[[Progress], None] | None,
-    start: Plan | None = None,
+    start: Plan | None,
+    started: float,
 ) -> Plan:
-    """As `_planned`, with all residents on the device."""
-    info = options.info
-    compile_method(info.name, linked=graph.device.linked, progress=progress)
-    started = time.monotonic()
-    problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
+    """As `_planned`, with all residents on the device; `started` is a `time.monotonic` value."""
+    graph, info = problem.graph, options.info
     deadline = None
     if options.time_limit is not None:
         reserved = min(FINISH_SECONDS * problem.op_count, options.time_limit / 2)

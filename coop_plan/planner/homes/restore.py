@@ -1,12 +1,12 @@
 """Conversion of a plan of a lowered graph (`planner.homes.lower`) to one of the graph itself."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from coop_plan.planner.core.timeline import plan_timeline
 from coop_plan.planner.homes.lower import Lowered
+from coop_plan.planner.inspect.buffers import replay_plan
 from coop_plan.planner.placement import place
 from coop_plan.schemas import (
     Compute,
@@ -31,28 +31,21 @@ def restored(graph: Graph, low: Lowered, plan: Plan) -> Plan:
     steps = _without_artificial_ops(low, plan.steps)
     size = {tensor.id: tensor.bytes for tensor in graph.tensors}
     steps, homes, slab = _with_host_offsets(low, steps, size, plan.alignment)
-    memory = _Memory()
-    memory.replay(steps)
+    made = plan.model_copy({"graph": fingerprint(graph), "homes": homes, "steps": steps})
+    view, timeline = replay_plan(graph, made), plan_timeline(graph, made)
     resident = sum(t.bytes for t in graph.tensors if t.resident and t.id not in low.homes)
     outside = plan.peak_bytes - plan.resident_bytes - plan.arena_bytes
-    arena = memory.arena_bytes
-    made = plan.model_copy(
+    arena = max((r.offset + r.bytes for r in view.rectangles if r.bytes), default=0)
+    copies = (moment for moment in view.moments if moment.engine in ("offload", "prefetch"))
+    cost = timeline.end_us
+    return made.model_copy(
         {
-            "graph": fingerprint(graph),
             "resident_bytes": resident,
             "arena_bytes": arena,
             "host_arena_bytes": slab,
             "peak_bytes": resident + arena + outside,
-            "fragmentation": 1 - memory.most_live / arena if arena else 0.0,
-            "swapped_bytes": memory.moved,
-            "homes": homes,
-            "steps": steps,
-        }
-    )
-    timeline = plan_timeline(graph, made)
-    cost = timeline.end_us
-    return made.model_copy(
-        {
+            "fragmentation": 1 - max(view.live) / arena if arena else 0.0,
+            "swapped_bytes": sum(copy.bytes for copy in copies),
             "cost_us": cost,
             "overhead": cost / made.base_cost_us - 1 if made.base_cost_us else 0.0,
             "prefetch_stall_us": timeline.prefetch_stall_us,
@@ -137,54 +130,3 @@ def _with_host_offsets(
     ]
     slots = [Home(tensor=t, host_offset=offset[k]) for t, k in row.items()]
     return changed, slots, placed.peak
-
-
-@dataclass
-class _Memory:
-    """Bytes of the arena during a replay of steps."""
-
-    arena_bytes: int = 0
-    """The highest end of a buffer or a workspace."""
-    most_live: int = 0
-    """The maximum of live bytes, an address shared in place counted once."""
-    moved: int = 0
-    """Bytes of all transfers."""
-    _live: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Offset and bytes of each live buffer."""
-
-    def replay(self, steps: list[Step]) -> None:
-        live, total = self._live, 0
-        for step in steps:
-            match step:
-                case Compute():
-                    read = {live[b][0]: b for b in step.reads if isinstance(b, int) and live[b][1]}
-                    most = total + step.workspace.bytes
-                    for write in step.writes:
-                        if write.offset is None:
-                            continue
-                        source = read.get(write.offset) if write.bytes else None
-                        if source is None:
-                            most += write.bytes
-                        else:
-                            del live[source]
-                        live[write.buffer] = write.offset, write.bytes
-                        self._reach(write.offset, write.bytes)
-                    self._reach(step.workspace.offset, step.workspace.bytes)
-                    self.most_live = max(self.most_live, most)
-                    total = sum(size for _, size in live.values())
-                case Prefetch():
-                    live[step.buffer] = step.offset, step.bytes
-                    total += step.bytes
-                    self.moved += step.bytes
-                    self._reach(step.offset, step.bytes)
-                    self.most_live = max(self.most_live, total)
-                case Offload():
-                    self.moved += live[step.buffer][1]
-                case Free():
-                    total -= sum(live.pop(b)[1] for b in step.buffers if b in live)
-                case Wait():
-                    pass
-
-    def _reach(self, offset: int, size: int) -> None:
-        if size:
-            self.arena_bytes = max(self.arena_bytes, offset + size)

@@ -82,14 +82,12 @@ class HomeSearch:
         """
         if not self.order:
             return None
-        alone = streamed(self.problem, self.order)
-        method = METHODS["coop-offline"]
-        task = Task(alone, method, replace(self.request.part(0.5), progress=None))
+        task = self._streaming_task(self.order, self.request.part(0.5))
         try:
-            arena = task.smallest(lay_out_everything(alone).placed).arena_bytes
+            arena = task.smallest(lay_out_everything(task.problem).placed).arena_bytes
         except TimeLimitError:
             return None
-        least = alone.fixed_bytes + arena
+        least = task.problem.fixed_bytes + arena
         while least < budget and not self.request.out_of_time():
             found = self._plan(self.order, least, np.inf, self.request)
             if found is not None:
@@ -130,14 +128,17 @@ class HomeSearch:
 
         Without transfers of activations.
         """
-        alone = streamed(self.problem, homes)
-        method = METHODS["coop-offline"]
-        task = Task(alone, method, replace(request.part(0.4), progress=None))
+        task = self._streaming_task(homes, request.part(0.4))
         try:
-            found = task.within(budget - alone.fixed_bytes).placed
+            found = task.within(budget - task.problem.fixed_bytes).placed
         except (DoesNotFitError, TimeLimitError):
             return None
         return to_sequence(found.schedule)
+
+    def _streaming_task(self, homes: list[int], request: Request) -> Task:
+        """The planning task in which ops hold these homes as workspace (`streamed`)."""
+        alone = streamed(self.problem, homes)
+        return Task(alone, METHODS["coop-offline"], replace(request, progress=None))
 
     def _assembled(self, low: Lowered, search: MakespanSearch, budget: int) -> Plan:
         assert search.placed is not None
