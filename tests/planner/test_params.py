@@ -12,7 +12,6 @@ from coop_plan.planner.method import Request
 from coop_plan.planner.online import run
 from coop_plan.planner.online.methods import solve_coop
 from coop_plan.planner.placement import place
-from coop_plan.planner.placement.params import PlacementParams
 from coop_plan.planner.search.compute.params import MoveParams
 from tests.support import make_graph
 
@@ -27,7 +26,7 @@ def groups(params):
 
 NUMBERS = [
     pytest.param(group, field.name, id=f"{type(group).__name__}.{field.name}")
-    for params in (DEFAULTS, PlacementParams(), ExactParams())
+    for params in (DEFAULTS, ExactParams())
     for group in groups(params)
     for field in fields(group)
     if field.name != "min_violation"  # may be negative
@@ -70,9 +69,8 @@ def test_an_online_run_that_may_not_recompute_does_not_fit(monkeypatch):
         solve_coop(problem, Request(18))
 
 
-def test_placement_searches_as_far_as_its_parameters_say():
+def test_placement_searches_as_far_as_its_work_allows():
     """A buffer in the middle: only the search sees that the live sum is not enough."""
     split = {"lower": [0, 0], "upper": [1, 1], "size": [2, 2], "fixed": [1, -1], "capacity": 4}
     assert place(**split).proved_impossible
-    for limits in (PlacementParams(most_buffers=1), PlacementParams(work=0)):
-        assert not place(**split, params=limits).proved_impossible
+    assert not place(**split, work=0).proved_impossible

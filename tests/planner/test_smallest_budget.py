@@ -26,10 +26,10 @@ from coop_plan.planner.core.memory_bounds import budget_lower_bound
 from coop_plan.planner.heuristic.coop_offline import in_any_order
 from coop_plan.planner.heuristic.eviction_run import Runner
 from coop_plan.planner.heuristic.params import DEFAULTS
-from coop_plan.planner.heuristic.portfolio import FIRST_LAYOUT, Portfolio
+from coop_plan.planner.heuristic.portfolio import Portfolio
 from coop_plan.planner.keep_all import keep_all_schedule, lay_out_everything
 from coop_plan.planner.method import Request
-from coop_plan.planner.placement.layout import fit, lay_out_host
+from coop_plan.planner.placement.layout import lay_out_host
 from coop_plan.planner.search.compute.annealing import START_DIVISOR, SequenceAnnealing
 from coop_plan.planner.search.makespan.annealing import MOVES, MakespanSearch
 from coop_plan.planner.search.makespan.metropolis import evaluate_sequence
@@ -263,26 +263,6 @@ def test_a_run_that_cannot_help_is_not_repeated(monkeypatch):
         counts.append(len(runs))
     rules = len(DEFAULTS.rules)
     assert counts[1] < counts[0] / 2 and counts[1] >= rules  # the ranking runs each rule
-
-
-@settings(max_examples=8, deadline=None, phases=NOSHRINK, suppress_health_check=SLOW)
-@given(count=st.integers(30, 90), room=st.floats(1.05, 1.4))
-def test_an_expensive_start_ends_no_dearer_than_runs_near_the_arena(count, room):
-    """Runs of any rule at logical budgets around the arena, of which a first layout fits."""
-    problem = Problem.from_graph(stacked(count))
-    task = Task(problem, METHODS["coop-offline"], Request(0))
-    known = task.smallest(lay_out_everything(problem).placed, at_any_cost=True).solution
-    assume(len(known.placed.schedule) >= 2 * problem.op_count)
-    arena = int(known.placed.arena_bytes * room)
-    portfolio = Portfolio(problem, Request(arena))
-    costs = [known.placed.cost_us]
-    for budget in portfolio.fine_budgets:
-        for cost, _, run in portfolio.runs(budget, range(len(portfolio.settings))):
-            blocks = run.blocks(portfolio.arrays)
-            found = fit(blocks, problem.alignment, arena, work=0, params=FIRST_LAYOUT)
-            if found.peak <= arena:
-                costs.append(cost)
-    assert task.improved(known, arena).placed.cost_us <= min(costs)
 
 
 def test_a_run_is_laid_out_once_without_a_search(monkeypatch):

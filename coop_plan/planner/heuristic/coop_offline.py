@@ -90,7 +90,6 @@ class CoopOffline:
         if request.any_schedule:
             return
         if portfolio.best.found is not None:
-            portfolio.sweep_finely()
             self._hill_climbs.run()
             portfolio.place_unplaced(1 if started else None)
             if request.deadline is None and self._searches_sequence:

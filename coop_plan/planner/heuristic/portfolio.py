@@ -23,13 +23,9 @@ from coop_plan.planner.heuristic.eviction_run import Record, Runner, Settings
 from coop_plan.planner.heuristic.params import DEFAULTS, CoopOfflineParams, Rule
 from coop_plan.planner.method import Progress, Request, Solution
 from coop_plan.planner.placement.layout import WORK, fit, lay_out
-from coop_plan.planner.placement.params import PlacementParams
 
 GRID_RATIO = 1.015
 """Ratio of neighbouring logical budgets of the grid."""
-
-FIRST_LAYOUT = PlacementParams(quick_passes=1)
-"""Placement by the first greedy order alone."""
 
 
 @dataclass(frozen=True)
@@ -259,38 +255,6 @@ class Portfolio:
                 return
             rules = list(range(len(self.settings)))
             stride = 4 if self.request.any_schedule else 1
-
-    def sweep_finely(self) -> None:
-        """Keep the cheapest run at a logical budget near the arena whose first layout fits.
-
-        Only if the incumbent has many runs an op. Such costs fall by a factor within a grid step,
-        and of runs with equal live bytes few have a layout.
-        """
-        incumbent, arena = self.best.found, self.request.arena_bytes
-        assert incumbent is not None
-        if incumbent.run.ops.size < 2 * self.problem.op_count:
-            return
-        found: list[tuple[float, int, Record]] = []
-        for budget in self.fine_budgets:
-            runs = self.runs(budget, range(len(self.settings)))
-            found += (entry for entry in runs if not _among(entry[2], found))
-        layouts = 0
-        for cost, number, run in sorted(found, key=lambda entry: entry[:2]):
-            candidate = self.candidate_of(run.ops, self.settings[number])
-            if cost >= incumbent.cost_us or layouts == 48:  # they take time
-                return
-            if candidate.peak <= self.problem.rounded(arena):
-                layouts += 1
-                blocks, alignment = candidate.blocks, self.problem.alignment
-                placement = fit(blocks, alignment, arena, work=0, params=FIRST_LAYOUT)
-                if placement.peak <= arena:
-                    self.keep(candidate, placement.offsets)
-                    return
-
-    @property
-    def fine_budgets(self) -> list[int]:
-        """Logical budgets near the arena, bytes; four above: a run may need less than its own."""
-        return [int(self.request.arena_bytes * 1.0025**step) for step in range(4, -12, -1)]
 
     def best_rules(self, step: int) -> list[int]:
         """Rule numbers by cost at a grid step; only the first few for large graphs."""

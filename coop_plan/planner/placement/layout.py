@@ -5,7 +5,6 @@ from typing import NamedTuple, Protocol
 from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.placement import Placement, place
-from coop_plan.planner.placement.params import DEFAULTS, PlacementParams
 
 WORK = 20_000_000
 """Work of `planner.placement.place` for one layout, about 0.07 s."""
@@ -46,7 +45,6 @@ def fit(
     *,
     work: int = WORK,
     order_hint: Ints | None = None,
-    params: PlacementParams = DEFAULTS,
 ) -> Placement:
     """Placement of `blocks`; see `place` for the parameters."""
     return place(
@@ -57,7 +55,6 @@ def fit(
         alignment=alignment,
         work=work,
         order_hint=order_hint,
-        params=params,
     )
 
 

@@ -14,13 +14,15 @@ from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE
 from coop_plan.planner.placement.descend import descend
 from coop_plan.planner.placement.greedy import placements, simple_count
 from coop_plan.planner.placement.instance import Instance, build
-from coop_plan.planner.placement.params import DEFAULTS, PlacementParams
 from coop_plan.planner.placement.restarts import Effort, components, fit
 
 UNLIMITED = 1 << 62
 
 SECONDS_PER_VISIT = 3.5e-9
 """Time per unit of work, about."""
+
+MOST_BUFFERS = 4_000
+"""Buffers of an instance above which there is no exact search."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,6 @@ def place(
     seed: int = 0,
     order_hint: npt.ArrayLike | None = None,
     work: int | None = None,
-    params: PlacementParams = DEFAULTS,
 ) -> Placement:
     """Give every buffer an offset so that no two overlap in both time and address.
 
@@ -75,7 +76,7 @@ def place(
     - `time_limit`: seconds of wall clock. The result is deterministic unless the limit is reached.
     - `work`: limit of the exact search, and of best fit and first fit by size, area, lifetime and
       birth, without a time limit: in visits of buffers of about 3.5 ns each; the result is
-      deterministic. 0 takes a few greedy placements only, None the limit of `params`.
+      deterministic. 0 takes a few greedy placements only, None 300 million (about 1 s).
     - `order_hint`: `order` of an earlier `Placement`, to start from it.
 
     Raises:
@@ -84,7 +85,7 @@ def place(
     """
     compile_modules(PLACEMENT)
     scans = 3_000_000_000 if work is None else work  # 10 s
-    work = params.work if work is None else work
+    work = 300_000_000 if work is None else work
     began = time.perf_counter()
     instance = build(
         _ints(lower),
@@ -100,12 +101,12 @@ def place(
     hint = None if order_hint is None else _ints(order_hint)
     if time_limit is not None:
         scans = int(time_limit / SECONDS_PER_VISIT)
-    passes = _passes(instance.count, work > 0, deadline is not None, params)
+    passes = _passes(instance.count, work > 0, deadline is not None)
     passes += 2 * simple_count(instance.count, scans)
     candidates = placements(instance, hint, goal, seed, scans)
     best, peak = _greedy(instance, candidates, goal, passes, deadline)
     effort = Effort(work if deadline is None else UNLIMITED, deadline)
-    if work and peak > goal and instance.count <= params.most_buffers:
+    if work and peak > goal and instance.count <= MOST_BUFFERS:
         found, bound = _search(instance, bound, capacity, peak, effort, seed)
         if found is not None:
             best, peak = found, instance.peak(found)
@@ -122,13 +123,13 @@ def place(
     )
 
 
-def _passes(count: int, search: bool, limited: bool, params: PlacementParams) -> int:
+def _passes(count: int, search: bool, limited: bool) -> int:
     """Number of greedy passes."""
     if not search:
-        return params.quick_passes
+        return 16
     if count <= 500:  # the exact search is better than further passes
         return 40
-    if limited and count > params.most_buffers:
+    if limited and count > MOST_BUFFERS:
         return UNLIMITED  # no search follows: passes until the time limit
     return max(40, (4_000_000 if limited else 200_000) // count)  # 2 s, 0.1 s
 
