@@ -1,5 +1,6 @@
 """Movable residents on the host: plans with homes, and the verifier's rules of them."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,9 +8,17 @@ from hypothesis import strategies as st
 from coop_plan.planner import InfeasibleBudgetError, plan
 from coop_plan.planner.core.memory_bounds import budget_lower_bound
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.homes.lower import lowered
 from coop_plan.planner.homes.search import HomeSearch
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.planning import keep_all_peak
+from coop_plan.planner.search.makespan.annealing import MOVES
+from coop_plan.planner.search.makespan.metropolis import evaluate_sequence
+from coop_plan.planner.search.makespan.sequence import (
+    new_state,
+    set_sequence,
+    to_closed_program,
+)
 from coop_plan.planner.verifier import find_faults
 from coop_plan.schemas import Device, Graph, Offload, Op, Tensor
 from tests.strategies import graphs
@@ -83,6 +92,31 @@ def test_homes_never_cost_more_and_never_need_more_memory(graph, outputs, alignm
     high = keep_all_peak(free, PlanOptions.given("min", fields))
     budget = max(1, least.peak_bytes + (high - least.peak_bytes) * share // 10)
     assert plan(free, budget, **fields).cost_us <= plan(fixed, budget, **fields).cost_us
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_the_end_of_the_step_reads_a_copy_from_the_host(later):
+    """Also where an op reads the last version after it: else the home keeps an old version."""
+    tensors = [Tensor(id=0, bytes=8, kind="parameter", movable=True)]
+    tensors.append(Tensor(id=1, bytes=8, kind="output"))
+    common = {"phase": "optimizer", "inputs": [0], "cost_us": 1.0}
+    ops = [Op(id=0, name="update", outputs=[], mutates=[0], recomputable=False, **common)]
+    ops.append(Op(id=1, name="read", outputs=[1], **common))
+    graph = Graph(schema_="coop-plan/graph/1", device=FAST, tensors=tensors, ops=ops)
+    problem = lowered(Problem.from_graph(graph, 1), [0]).form.problem
+    program = to_closed_program(problem)
+    state = new_state(problem, program, 400, MOVES)
+
+    def cost_of(codes):
+        set_sequence(state, np.array(codes))
+        return evaluate_sequence(program, state, 1_000, -1)[0]
+
+    begin, update, read, end = range(4)
+    last, first = (problem.op_count + 1 + t for t, _ in (*problem.homes.returned, (0, 0)))
+    ends = [end, read] if later else [read, end]
+    assert cost_of([begin, first, update, *ends]) == np.inf
+    ends.insert(ends.index(end), last)
+    assert cost_of([begin, first, update, *ends]) < np.inf
 
 
 def test_residents_may_exceed_the_budget():

@@ -48,8 +48,14 @@ def _respects_homes(m: MakespanState) -> bool:
             return False
     for i in range(m.returned.shape[0]):
         x = s.tensor[m.returned[i, 0], c.HEAD]
-        if s.event[s.access[x, c.END], c.CODE] == m.returned[i, 1]:
-            return False
+        end = s.access[x, c.END]
+        while True:  # over the accesses of the first copy, of which the op reads none
+            e = s.access[x, c.EVENT]
+            if s.event[e, c.CODE] == m.returned[i, 1]:
+                return False
+            if e == end:
+                break
+            x = s.access[x, c.NEXT]
     for i in range(m.versions.shape[0]):
         made = s.access[s.tensor[m.versions[i, 0], c.HEAD], c.EVENT]
         used = s.access[s.tensor[m.versions[i, 1], c.TAIL], c.EVENT]
