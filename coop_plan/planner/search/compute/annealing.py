@@ -121,13 +121,18 @@ class SequenceAnnealing:
         total, temperature = fixed_length(events, portfolio.params.annealing_effort, divisor)
         steps = -(-total // chunks)
         temperature *= base / portfolio.problem.op_count
+        infeasible_streak = 0
         layouts = max(1, min(chunks, 100_000 // events))  # besides the last one
         for chunk in range(chunks):
             cooled = (1 - chunk / chunks) ** 2
             cost, excess = self._search(steps, temperature * cooled, penalty * base)
             if excess > 0:
                 penalty *= 1.5  # chunks are few
+                infeasible_streak += 1
+                if infeasible_streak == 16:  # it hardly ever ends after so many
+                    return
                 continue
+            infeasible_streak = 0
             self.feasible = current_sequence(state)
             last = chunk + 1 == chunks
             due = last or (chunk + 1) % -(-chunks // layouts) == 0
