@@ -10,6 +10,7 @@ from coop_plan.planner.core.memory_bounds import budget_lower_bound
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.homes.lower import lowered
 from coop_plan.planner.homes.search import HomeSearch
+from coop_plan.planner.inspect.explain import explain
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.planning import keep_all_peak
 from coop_plan.planner.search.makespan.annealing import MOVES
@@ -135,6 +136,16 @@ def test_residents_may_exceed_the_budget():
         mutated.intersection(homes)
     )
     assert made.cost_us < 2 * made.base_cost_us
+
+
+def test_an_explanation_has_the_bound_with_the_plans_link():
+    """A captured graph may have none: the option `link` set that of its plan."""
+    graph = iteration()
+    resident = sum(t.bytes for t in graph.tensors if t.resident)
+    alone = graph.model_copy({"device": Device()})
+    made = plan(alone, resident, alignment=1, link=4_000_000)
+    assert made.homes
+    assert explain(alone, made).budget_lower_bound_bytes <= made.peak_bytes
 
 
 def test_a_host_budget_below_the_homes_is_kept():

@@ -129,7 +129,8 @@ def explain(graph: Graph, made: Plan, prices: Sequence[Price] = (), top: int = 5
     Of equal sizes the oldest comes first.
     """
     view = replay_plan(graph, made)
-    problem = Problem.from_graph(graph, made.alignment, made.outputs, made.host_budget_bytes)
+    linked = graph.model_copy({"device": graph.device.with_link(made.link_bytes_per_s)})
+    problem = Problem.from_graph(linked, made.alignment, made.outputs, made.host_budget_bytes)
     live = view.at(view.fullest)
     at, peak_op = (view.moments[m].op if m >= 0 else -1 for m in (view.fullest, view.peak))
     omitted: dict[str, tuple[int, int]] = {}
