@@ -29,6 +29,7 @@ LONGEST = (
     "tests/runtime/test_fused.py",
     "tests/runtime/test_inductor_budget.py",
     "tests/runtime/test_linear_cross_entropy.py",
+    "tests/runtime/test_homes.py",
     "tests/runtime/test_train_iteration.py",
     "tests/runtime/test_iterations.py",
     "tests/runtime/test_loops.py",

@@ -1,7 +1,11 @@
 """Profile of one op: its time, its outputs, and the allocations it makes."""
 
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+PART_ALIGNMENT = 64
+"""Alignment of a part in its home (`execute.homes`)."""
 
 BYTES_PER_US = {"cpu": 1e4, "cuda": 1e6}
 """Model of the time to read and write tensors by an op that runs once in any plan, by device."""
@@ -68,15 +72,28 @@ class UpdateProfile:
     """Memory and time of an optimizer's update of one parameter.
 
     The `first` update allocates `state_bytes` of states for good, `later` ones none. If it
-    `changes_gradient`, the gradient is overwritten.
+    `changes_gradient`, the gradient is overwritten. `state_parts` are the bytes of the states'
+    storages; none if they have memory of another origin, too.
     """
 
     first: OpProfile
     later: OpProfile
     state_bytes: int
     changes_gradient: bool
+    state_parts: tuple[int, ...]
 
     @property
     def workspace_bytes(self) -> int:
         """Workspace that is enough for any update."""
         return max(self.first.workspace_bytes, self.later.workspace_bytes)
+
+
+def part_offsets(parts: Sequence[int]) -> list[int]:
+    """Offsets of parts (bytes), one after the other, in a home."""
+    spans = (-(-size // PART_ALIGNMENT) * PART_ALIGNMENT for size in parts)
+    return list(itertools.accumulate(spans, initial=0))[: len(parts)]
+
+
+def parts_bytes(parts: Sequence[int]) -> int:
+    """Bytes of a home with these parts (bytes)."""
+    return part_offsets(parts)[-1] + parts[-1] if parts else 0

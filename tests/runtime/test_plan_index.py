@@ -5,8 +5,10 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coop_plan.planner import plan
 from coop_plan.runtime.execute.plan_index import PlanIndex
 from coop_plan.schemas import Compute, Free, Offload, Prefetch, Wait
+from tests.planner.test_homes import iteration
 from tests.strategies import graphs
 from tests.support import random_plan
 
@@ -69,3 +71,20 @@ def test_transfers_are_numbered_and_paired(graph, seed):
         elif isinstance(step, Wait):
             assert index.transfer_of[at] == started[step.buffer]
     assert sorted(set(index.transfer_of.values())) == list(range(len(index.transfers)))
+
+
+def test_transfers_of_homes_are_marked():
+    graph = iteration()
+    resident = sum(tensor.bytes for tensor in graph.tensors if tensor.resident)
+    graph, made = by_position(graph, plan(graph, resident, alignment=1))
+    homes = {home.tensor: home.host_offset for home in made.homes}
+    index = PlanIndex(graph, made)
+    for at, step in enumerate(made.steps):
+        if isinstance(step, Offload | Prefetch):
+            transfer = index.transfers[index.transfer_of[at]]
+            home = homes.get(transfer.buffer.tensor)
+            assert transfer.is_home == (home is not None)
+            assert home in (None, transfer.host_offset)
+            assert transfer.source is None or not transfer.is_home
+            assert transfer.to_host == isinstance(step, Offload)
+    assert {moved.to_host for moved in index.transfers if moved.is_home} == {True, False}

@@ -282,12 +282,13 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize("options", [{}, {"link": "8GB/s", "method": "coop-offline"}])
 @pytest.mark.parametrize("at", [0, 4])
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_waits_for_the_last_update(monkeypatch, at):
+def test_an_interrupt_waits_for_the_last_update(monkeypatch, at, options):
     model, other = Net(), Net()
     optimizer, theirs = (OPTIMIZERS["adamw"](m.parameters()) for m in (model, other))
-    iteration = step_of(model, optimizer)
+    iteration = step_of(model, optimizer, "min", **options)
     numbers = iter(range(100))
     whole = updates.ParameterUpdate.__call__
 
@@ -304,4 +305,6 @@ def test_an_interrupt_waits_for_the_last_update(monkeypatch, at):
     eager(loss_of(other), theirs, batches_of(0, 1), None)
     mine, expected = ([*m.parameters()] for m in (model, other))
     assert equal(mine, expected)
+    (report,) = coop_plan.reports()
+    assert bool(report.plan.homes) == bool(options)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -59,25 +59,30 @@ class CopyEngines:
     def __del__(self) -> None:
         self.finish()
 
-    def reserve(self, size: int) -> None:
-        """Allocate a slab of at least `size` bytes."""
+    def reserve(self, size: int) -> torch.Tensor:
+        """A slab of at least `size` bytes."""
         if self._slab is None or self._slab.numel() < size:
             self._slab = None
             self._slab = self._new_slab(size)
+        return self._slab
 
     def copy(
-        self, direction: int, storage: torch.UntypedStorage, offset: int, min_us: float
+        self,
+        direction: int,
+        storage: torch.UntypedStorage,
+        slab: torch.Tensor,
+        offset: int,
+        min_us: float,
     ) -> CopyHandle:
-        """Submit a copy of a whole storage to, or from, an offset of the slab.
+        """Submit a copy of a whole storage to, or from, an offset of a slab.
 
         On the CPU it takes at least `min_us`. Storage and slab are kept alive until `wait`.
         """
-        assert self._slab is not None
-        tensor, host = storage.data_ptr(), self._slab.data_ptr() + offset
+        tensor, host = storage.data_ptr(), slab.data_ptr() + offset
         target, source = (host, tensor) if direction == TO_HOST else (tensor, host)
         name = self._begin(direction, target, source, storage.nbytes(), min_us)
         handle = CopyHandle(direction, name)
-        self._submitted[handle] = storage, self._slab
+        self._submitted[handle] = storage, slab
         return handle
 
     def wait(self, handle: CopyHandle) -> CopyTiming | None:
@@ -164,10 +169,10 @@ class CudaCopyEngines(CopyEngines):
         super().__del__()
         self._synchronize()
 
-    def reserve(self, size: int) -> None:
+    def reserve(self, size: int) -> torch.Tensor:
         if self._slab is None or self._slab.numel() < size:
             self._synchronize()
-        super().reserve(size)
+        return super().reserve(size)
 
     def _synchronize(self) -> None:
         """Wait for all copies before the slab is freed: PyTorch's cache cannot see them."""

@@ -132,24 +132,25 @@ def moved_out(storages: Sequence[torch.UntypedStorage], device: int | None) -> I
     on_host = []
     for storage in storages:
         on_host.append(empty().set_(storage, 0, (storage.nbytes(),), (1,)).cpu())
-        _exchange_memory(storage, empty().untyped_storage())
+        exchange_memory(storage, empty().untyped_storage())
     try:
         yield
     finally:
         if storages:
             torch.cuda.empty_cache()  # an arena that was freed may be of use as a whole only
         for storage, values in zip(storages, on_host, strict=True):
-            _exchange_memory(storage, values.to(f"cuda:{device}").untyped_storage())
+            exchange_memory(storage, values.to(f"cuda:{device}").untyped_storage())
 
 
 def copy_out(storage: torch.UntypedStorage, device: int) -> None:
     """Move a storage to memory of PyTorch's allocator on the same device."""
     empty = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}")
     values = empty.set_(storage, 0, (storage.nbytes(),), (1,)).clone()
-    _exchange_memory(storage, values.untyped_storage())
+    exchange_memory(storage, values.untyped_storage())
 
 
-def _exchange_memory(first: torch.UntypedStorage, second: torch.UntypedStorage) -> None:
+def exchange_memory(first: torch.UntypedStorage, second: torch.UntypedStorage) -> None:
+    """Exchange the memory of two storages of equal size, of which one may have none."""
     ext: Any = extension()
     ext.exchange_memory(storage_object(first), storage_object(second))
 

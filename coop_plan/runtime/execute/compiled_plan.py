@@ -6,17 +6,18 @@ from typing import Any
 from torch import fx
 
 from coop_plan.runtime.capture.custom_ops import BOXED_KERNELS
-from coop_plan.runtime.capture.graph_builder import device_of, write_input
+from coop_plan.runtime.capture.graph_builder import UPDATE, device_of, write_input
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Slots, aligned
 from coop_plan.runtime.execute.gap import arena_for_loans
 from coop_plan.runtime.execute.lower_to_fx import OCCURRENCE, SharedPlaces, shared_places, split
-from coop_plan.runtime.execute.plan_index import PlanIndex
+from coop_plan.runtime.execute.plan_index import Buffer, PlanIndex
 from coop_plan.runtime.execute.rng_state import Generator, default_generator
 from coop_plan.runtime.execute.straight_line import straight_line
 from coop_plan.runtime.execute.transfers import TransferProgram, TransferRunner
 from coop_plan.runtime.gradients.capture_adjust import GRADIENT_SINKS, accumulate, hand_over
+from coop_plan.runtime.op_profile import part_offsets
 from coop_plan.schemas import Compute, Plan
 
 TAKING_INVOCATION = (*GRADIENT_SINKS, write_input)
@@ -60,7 +61,8 @@ class CompiledPlan:
             captured.graph.ops[op].name for op in devices if devices[op].type == "cuda"
         ]
         over = shared_places(captured, plan, index)
-        program, slot_of = _slots(captured, steps, over)
+        parts = _state_parts(captured)
+        program, slot_of = _slots(captured, steps, over, index, parts)
         self.gradient_slots: dict[int, int | None] = {}
         for step in steps:
             if captured.ops[step.op].target is accumulate:
@@ -76,7 +78,9 @@ class CompiledPlan:
         ]
         self.measure_outside = captured.device.type == "cpu"  # in the next run
         prefetched = [
-            [(moved.buffer.bytes, moved.buffer.offset or 0)]
+            _copied_slots(moved.buffer, parts)
+            if moved.is_home
+            else [(moved.buffer.bytes, moved.buffer.offset or 0)]
             for moved in index.transfers
             if not moved.to_host
         ]
@@ -161,13 +165,41 @@ def _final_gradients(captured: Captured, index: PlanIndex) -> dict[int, int]:
     return found
 
 
+def _state_parts(captured: Captured) -> dict[int, Sequence[int]]:
+    """Bytes of the storages of an optimizer's states, by tensor id."""
+    return {
+        t: node.meta[UPDATE].profile.state_parts
+        for node, op in zip(captured.ops, captured.graph.ops, strict=True)
+        if UPDATE in node.meta
+        for t in op.inputs[2:]
+    }
+
+
+def _copied_slots(copy: Buffer, state_parts: Mapping[int, Sequence[int]]) -> Slots:
+    """Size and offset of each part of a copy of a home."""
+    parts = state_parts.get(copy.tensor, (copy.bytes,))
+    return [
+        (size, (copy.offset or 0) + at) for size, at in zip(parts, part_offsets(parts), strict=True)
+    ]
+
+
+def _makes_states(captured: Captured, op: int) -> bool:
+    """True if an op is an update that makes the states of its parameter."""
+    update = captured.ops[op].meta.get(UPDATE)
+    return update is not None and captured.profiles[op] is update.profile.first
+
+
 def _slots(
-    captured: Captured, steps: Sequence[Compute], over: Mapping[int, SharedPlaces]
+    captured: Captured,
+    steps: Sequence[Compute],
+    over: Mapping[int, SharedPlaces],
+    index: PlanIndex,
+    parts: Mapping[int, Sequence[int]],
 ) -> tuple[list[Slots], dict[int, int]]:
     """Size and offset of each allocation of each run, in order, and the slot of each buffer.
 
     Slots are counted over all runs. Results that share the place of an argument (`over`) are not
-    allocated.
+    allocated. States that an update makes are where the copy of their home would be.
     """
     program: list[Slots] = []
     slot_of: dict[int, int] = {}
@@ -177,6 +209,9 @@ def _slots(
         slots = []
         profile = captured.selected_variant(step).profile
         allocations = profile.allocations_except(over.get(number, ()))
+        states = step.reads[2:] if _makes_states(captured, step.op) else ()
+        copies = (index.buffers[read] for read in states if isinstance(read, int))
+        at_home = [slot for copy in copies for slot in _copied_slots(copy, parts)]
         for i, allocation in enumerate(allocations, start=first):
             offset = None
             if allocation.output >= 0:
@@ -185,6 +220,9 @@ def _slots(
                 offset = write.offset if write.bytes else None
             elif allocation.output == -1:
                 offset = step.workspace.offset + allocation.offset
+            elif found := next((slot for slot in at_home if slot[0] == allocation.bytes), None):
+                at_home.remove(found)
+                offset = found[1]
             slots.append((allocation.bytes, SERVED_OUTSIDE if offset is None else offset))
         first += len(slots)
         program.append(slots)

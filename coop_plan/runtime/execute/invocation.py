@@ -18,6 +18,7 @@ from coop_plan.runtime.capture.sized_numbers import Numbers
 from coop_plan.runtime.device.arena import Memory, Run
 from coop_plan.runtime.errors import StepSpentError
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
+from coop_plan.runtime.execute.homes import Copy
 from coop_plan.runtime.execute.rng_state import Generator
 from coop_plan.runtime.torch_internals.autograd import accumulate_gradient
 from coop_plan.runtime.torch_internals.ops import tensor_versions
@@ -61,7 +62,7 @@ class Invocation:
         self.leaves: Mapping[int, torch.Tensor] = {}
         self.held: Mapping[int, torch.Tensor] = {}
         self.handed: Container[int] = ()
-        self.updates: Mapping[int, Callable[[torch.Tensor], None]] = {}
+        self.updates: Mapping[int, Callable[..., None]] = {}
         self.held_bytes: Mapping[int, int] = {}
         self.alone = True
         self.runs_again = False
@@ -238,12 +239,12 @@ class Invocation:
             generator.set(state)
             self._interrupted = None
 
-    def offload(self, number: int, tensor: torch.Tensor) -> None:
+    def offload(self, number: int, tensor: torch.Tensor | Copy) -> None:
         """Start transfer `number` of the plan, a copy of the tensor's storage to the host."""
         assert self.transfers is not None
         self.transfers.offload(number, tensor)
 
-    def prefetch(self, number: int) -> torch.Tensor:
+    def prefetch(self, number: int) -> torch.Tensor | Copy:
         """Start transfer `number`; the tensor returned may be read after the wait for it."""
         assert self.transfers is not None
         return self.transfers.prefetch(number)

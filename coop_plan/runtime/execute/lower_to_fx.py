@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.runtime.capture.graph_builder import GETITEM, SNAPSHOT, tensor_args, write_input
+from coop_plan.runtime.capture.graph_builder import (
+    GETITEM,
+    SNAPSHOT,
+    UPDATE,
+    tensor_args,
+    write_input,
+)
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.execute.plan_index import Buffer, PlanIndex
 from coop_plan.runtime.execute.straight_line import INVOCATION
@@ -239,6 +245,9 @@ class _Half:
             else:
                 bind[t] = ("buffer", read)
         copy = self.graph.node_copy(node, lambda arg: self._resolve(arg, bind))
+        if UPDATE in node.meta:
+            homes = [bind[t] for t in form.inputs[1:] if bind[t][0] == "buffer"]
+            copy.args = (*copy.args, *map(self.tensor, homes))
         if over:
             target: Any = copy.target
             places = [
@@ -262,6 +271,9 @@ class _Half:
             self.graph.call_method("offload", (self._invocation, number, source))
         else:
             node = self.graph.call_method("prefetch", (self._invocation, number))
+            if step.from_ is None:  # no op takes a list of it apart
+                self._tensors["buffer", step.buffer] = node
+                return
             maker, position = self.captured.producer[step.tensor]
             value = maker.meta["val"]
             node.meta["val"] = value if isinstance(value, torch.Tensor) else value[position]
@@ -309,6 +321,10 @@ class _Half:
         return node
 
     def _resolve(self, node: fx.Node, bind: Mapping[int, Source]) -> fx.Node:
+        if node.op == "placeholder":
+            (t,) = self.captured.storages[node]
+            if t is not None and bind.get(t, (None,))[0] == "buffer":  # a copy of its home
+                return self.tensor(bind[t])
         if node in self.placed:
             return self.placed[node]
         if node.op == "placeholder" or SNAPSHOT in node.meta:

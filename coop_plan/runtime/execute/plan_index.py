@@ -31,16 +31,17 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One copy of a plan; `source` is the number of the offload that a prefetch reads."""
+    """One copy of a plan.
+
+    `source` is the number of the offload that a prefetch reads; None for an offload, and for a
+    prefetch of a home. `is_home` is true for a copy from, or to, the home of a resident.
+    """
 
     buffer: Buffer
     host_offset: int
+    to_host: bool
     source: int | None = None
-
-    @property
-    def to_host(self) -> bool:
-        """True for an offload."""
-        return self.source is None
+    is_home: bool = False
 
 
 class PlanIndex:
@@ -58,6 +59,7 @@ class PlanIndex:
         self.transfers: list[Transfer] = []
         self.transfer_of: dict[int, int] = {}
         latest: dict[int, int] = {}  # transfer by buffer
+        homes = {home.tensor: home.host_offset for home in plan.homes}
         for at, step in enumerate(plan.steps):
             match step:
                 case Compute():
@@ -69,14 +71,21 @@ class PlanIndex:
                     assert step.host_offset is not None
                     self.buffers[step.buffer].read_at.append(at)
                     self.transfer_of[at] = latest[step.buffer] = len(self.transfers)
-                    self.transfers.append(Transfer(self.buffers[step.buffer], step.host_offset))
+                    buffer = self.buffers[step.buffer]
+                    is_home = homes.get(buffer.tensor) == step.host_offset
+                    self.transfers.append(
+                        Transfer(buffer, step.host_offset, to_host=True, is_home=is_home)
+                    )
                 case Prefetch():
                     made = self._make(step, at)
-                    assert step.from_ is not None  # no resident of a captured graph is movable
-                    source = latest[step.from_]
-                    host_offset = self.transfers[source].host_offset
+                    source = None if step.from_ is None else latest[step.from_]
+                    host_offset = (
+                        homes[step.tensor] if source is None else self.transfers[source].host_offset
+                    )
                     self.transfer_of[at] = latest[step.buffer] = len(self.transfers)
-                    self.transfers.append(Transfer(made, host_offset, source))
+                    self.transfers.append(
+                        Transfer(made, host_offset, False, source, is_home=source is None)
+                    )
                 case Wait():
                     self.transfer_of[at] = latest[step.buffer]
         self.final: dict[int, Buffer] = {}

@@ -1,7 +1,7 @@
 """Executor of a plan's transfers: offloads, prefetches and waits, called between its ops.
 
 A prefetched tensor is a new one at its planned address, with the dtype, sizes and strides of the
-tensor that was offloaded.
+tensor that was offloaded, or of the parameter whose home is read.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from coop_plan.runtime.device.copy_engines import (
 )
 from coop_plan.runtime.device.cuda import Clock
 from coop_plan.runtime.errors import CopyError
+from coop_plan.runtime.execute.homes import Copy, Homes
 from coop_plan.runtime.execute.plan_index import Transfer
 from coop_plan.runtime.reports import CopySpan
 from coop_plan.schemas import Device
@@ -54,34 +55,47 @@ class TransferRunner:
             for moved in self._transfers
         ]
         self._engines: CopyEngines | None = None
+        self._slab: torch.Tensor | None = None
+        self._homes: Homes | None = None
         self._layouts: dict[int, Any] = {}
-        self._handles: dict[int, CopyHandle] = {}
+        self._handles: dict[int, list[CopyHandle]] = {}
         self.stall_us = [0.0, 0.0]
         """Time spent in waits for offloads, and for prefetches."""
         self.spans: list[CopySpan] = []
         self.host_high_water = 0
 
-    def begin(self, memory: Memory | None) -> None:
-        """Start a forward in `memory`, after the transfers of an earlier invocation there."""
+    def begin(self, memory: Memory | None, homes: Homes | None = None) -> None:
+        """Start a forward in `memory`, after the transfers of an earlier invocation there.
+
+        A plan with homes needs `homes`, which have the plan's slab.
+        """
         assert memory is not None
         self._engines = copy_engines_of(memory, self._device)
         self.abandon()
-        self._engines.reserve(self._host_arena_bytes)
+        self._homes = homes
+        self._slab = self._engines.reserve(self._host_arena_bytes) if homes is None else homes.slab
         self.stall_us = [0.0, 0.0]
         self.spans = []
         self.host_high_water = 0
 
     def abandon(self) -> None:
-        """Wait for all copies of an invocation that does not continue."""
+        """Wait for all copies of an invocation that does not continue, and save its updates."""
         if self._engines is not None:
             self._engines.finish()
+        if self._homes is not None:
+            self._homes.save()
         self._handles.clear()
         self._layouts.clear()
 
-    def offload(self, number: int, tensor: torch.Tensor) -> None:
+    def offload(self, number: int, tensor: torch.Tensor | Copy) -> None:
         """Start transfer `number`: the whole storage is copied to the host."""
         self._arena.pause()
-        moved, storage = self._transfers[number], tensor.untyped_storage()
+        moved = self._transfers[number]
+        if moved.is_home:
+            self._begin_home(number, [tensor] if isinstance(tensor, torch.Tensor) else tensor)
+            return
+        assert isinstance(tensor, torch.Tensor)
+        storage = tensor.untyped_storage()
         if storage.nbytes() > moved.buffer.bytes:
             raise CopyError(
                 f"offload {number}: buffer {moved.buffer.id} has {storage.nbytes()} bytes and was"
@@ -90,40 +104,74 @@ class TransferRunner:
         self._layouts[number] = (
             *(tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()),
         )
-        self._begin(number, storage)
+        self._begin(number, [(storage, moved.host_offset)])
 
-    def prefetch(self, number: int) -> torch.Tensor:
-        """Start transfer `number`; the tensor may be read after the wait for it."""
+    def prefetch(self, number: int) -> torch.Tensor | Copy:
+        """Start transfer `number`; the tensor may be read after the wait for it.
+
+        Of the states of an optimizer, it is a list of their storages' bytes.
+        """
         self._arena.enter(self._occurrence[number])
         moved = self._transfers[number]
+        if moved.is_home:
+            return self._prefetch_home(number)
         memory = torch.empty(moved.buffer.bytes, dtype=torch.uint8, device=self._device)
         self._arena.pause()
         assert moved.source is not None
         dtype, offset, size, stride = self._layouts[moved.source]
         storage = memory.untyped_storage()
-        self._begin(number, storage)
+        self._begin(number, [(storage, moved.host_offset)])
         tensor = torch.empty(0, dtype=dtype, device=self._device)
         return tensor.set_(storage, offset, size, stride)
+
+    def _prefetch_home(self, number: int) -> torch.Tensor | Copy:
+        """Start a copy of a home; a parameter's has its layout."""
+        assert self._homes is not None
+        tensor = self._transfers[number].buffer.tensor
+        made = [
+            torch.empty(size, dtype=torch.uint8, device=self._device)
+            for _, size in self._homes.parts_of(tensor)
+        ]
+        self._arena.pause()
+        self._begin_home(number, made)
+        like = self._homes.parameter(tensor)
+        if like is None:
+            return made
+        (memory,) = made
+        plain = torch.empty(0, dtype=like.dtype, device=self._device)
+        return plain.set_(memory.untyped_storage(), 0, like.size(), like.stride())
+
+    def _begin_home(self, number: int, copy: Copy) -> None:
+        """Start the copies of a home's parts, from or to their copy."""
+        assert self._homes is not None
+        parts = self._homes.parts_of(self._transfers[number].buffer.tensor)
+        places = [
+            (part.untyped_storage(), offset) for part, (offset, _) in zip(copy, parts, strict=True)
+        ]
+        self._begin(number, places)
 
     def wait(self, number: int) -> None:
         """Let later ops wait for transfer `number`."""
         self._arena.pause()
-        handle = self._handles.pop(number, None)
-        if handle is None:  # a copy of 0 bytes
-            return
         moved = self._transfers[number]
         direction = _direction(moved)
-        if self._clock is not None:
-            with self._clock.waiting(direction):
-                self._running_engines.wait(handle)
-            return
-        try:
-            copied = self._running_engines.wait(handle)
-        except RuntimeError as error:
-            raise CopyError(str(error)) from error
-        if copied is not None:
-            self.stall_us[direction] += copied.waited_us
-            buffer, times = moved.buffer, (copied.begin_us, copied.end_us)
+        copies = []
+        for handle in self._handles.pop(number, ()):
+            if self._clock is not None:
+                with self._clock.waiting(direction):
+                    self._running_engines.wait(handle)
+                continue
+            try:
+                copies.append(self._running_engines.wait(handle))
+            except RuntimeError as error:
+                raise CopyError(str(error)) from error
+        if moved.is_home and moved.to_host:
+            assert self._homes is not None
+            self._homes.saved(moved.buffer.tensor)
+        timed = [copied for copied in copies if copied is not None]
+        if timed:
+            self.stall_us[direction] += sum(copied.waited_us for copied in timed)
+            buffer, times = moved.buffer, (timed[0].begin_us, timed[-1].end_us)
             self.spans.append(CopySpan(buffer.id, buffer.bytes, moved.to_host, *times))
 
     @property
@@ -131,14 +179,21 @@ class TransferRunner:
         assert self._engines is not None
         return self._engines
 
-    def _begin(self, number: int, storage: torch.UntypedStorage) -> None:
+    def _begin(self, number: int, places: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
+        """Start the copies of storages, which share the time of the transfer, at host offsets."""
         moved = self._transfers[number]
-        if not moved.buffer.bytes:
+        total = sum(storage.nbytes() for storage, _ in places)
+        if not total:
             return
+        assert self._slab is not None
         self.host_high_water = max(self.host_high_water, moved.host_offset + moved.buffer.bytes)
-        self._handles[number] = self._running_engines.copy(
-            _direction(moved), storage, moved.host_offset, self._minimum_us[number]
-        )
+        self._handles[number] = [
+            self._running_engines.copy(
+                *(_direction(moved), storage, self._slab, offset),
+                self._minimum_us[number] * storage.nbytes() / total,
+            )
+            for storage, offset in places
+        ]
 
 
 def _direction(moved: Transfer) -> int:

@@ -57,9 +57,12 @@ def hand_over(invocation: Any, position: int, gradient: torch.Tensor) -> Any:
     return invocation.hand_over(position, gradient)
 
 
-def update(invocation: Any, position: int, gradient: torch.Tensor) -> None:
-    """Graph op: `invocation` updates a parameter by its gradient (`whole_iteration`)."""
-    invocation.updates[position](gradient)
+def update(invocation: Any, position: int, gradient: torch.Tensor, *copies: Any) -> None:
+    """Graph op: `invocation` updates a parameter by its gradient (`whole_iteration`).
+
+    `copies` are those of its home and its states', as far as the plan has them (`execute.homes`).
+    """
+    invocation.updates[position](gradient, *copies)
 
 
 GRADIENT_SINKS = (accumulate, hand_over, update)

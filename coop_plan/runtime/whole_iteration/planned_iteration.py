@@ -16,6 +16,7 @@ from coop_plan.runtime.device import cuda
 from coop_plan.runtime.execute.arena_pool import ArenaPools, pool_of
 from coop_plan.runtime.execute.budget_check import BudgetCheck
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
+from coop_plan.runtime.execute.homes import Copy, Homes, Resident
 from coop_plan.runtime.execute.invocation import Invocation
 from coop_plan.runtime.execute.lower_to_fx import snapshot_positions
 from coop_plan.runtime.execute.measured import note_counters, note_times
@@ -30,7 +31,8 @@ from coop_plan.schemas import Plan
 class PlannedIteration:
     """An iteration planned as one graph; each call runs all of it, from inputs to updates.
 
-    `updates` are those of its parameters, by position among the inputs.
+    `updates` are those of its parameters, by position among the inputs. `homes` are those of all
+    plans of the same `train_iteration`, `residents` the movable residents by tensor id.
     """
 
     def __init__(
@@ -42,12 +44,22 @@ class PlannedIteration:
         pools: ArenaPools,
         lines: SourceLines,
         options: Options,
+        homes: Homes,
+        residents: Mapping[int, Resident],
     ) -> None:
         self.report = report
         self._captured = captured
         self._updates = updates
         self._plan = plan
         self._pools = pools
+        self._homes = homes
+        self._residents = residents
+        self._at_home = {home.tensor for home in plan.homes}
+        self._homes_of = {
+            node.args[1]: [t for t in op.inputs[1:] if t in self._at_home]
+            for node, op in zip(captured.ops, captured.graph.ops, strict=True)
+            if UPDATE in node.meta
+        }
         self._check = BudgetCheck(report, lines, options)
         self._copied = snapshot_positions(captured)
         self._clock: cuda.Clock | None = None
@@ -64,21 +76,24 @@ class PlannedIteration:
             compiled, made_now = self._making_states(without)
         pool = self._pools.of_thread()
         invocation = Invocation(self.report.name, compiled, pool, [])
+        self._homes.begin(self._plan, self._residents)
         with pool.entering():
             pool.allocate(invocation)
             if invocation.transfers is not None:
-                invocation.transfers.begin(invocation.memory)
+                homes = self._homes if self._plan.homes else None
+                invocation.transfers.begin(invocation.memory, homes)
         pool.add_owner(next((update.parameter for update in self._updates.values()), None))
         with _interrupts_after() as defer:
 
-            def updating(update: ParameterUpdate) -> Callable[[torch.Tensor], None]:
-                def run(gradient: torch.Tensor) -> None:
+            def updating(at: int, update: ParameterUpdate) -> Callable[..., None]:
+                def run(gradient: torch.Tensor, *copies: torch.Tensor | Copy) -> None:
                     defer()
-                    update(gradient)
+                    with self._homes.exchanged(self._copied_homes(at, copies)):
+                        update(gradient)
 
                 return run
 
-            invocation.updates = {at: updating(update) for at, update in self._updates.items()}
+            invocation.updates = {at: updating(at, one) for at, one in self._updates.items()}
             results = self._run(invocation, inputs)
         self._finish(invocation, made_now)
         return results
@@ -112,13 +127,22 @@ class PlannedIteration:
             raise
         return results
 
+    def _copied_homes(self, at: int, copies: Sequence[torch.Tensor | Copy]) -> dict[int, Copy]:
+        """Copies of the homes of a parameter and its states, by tensor id."""
+        lists = [[copy] if isinstance(copy, torch.Tensor) else copy for copy in copies]
+        return dict(zip(self._homes_of[at], lists, strict=True))
+
     def _making_states(self, without: Container[int]) -> tuple[CompiledPlan, int]:
-        """The plan for a call in which some updates make their states, and the states' bytes."""
+        """The plan for a call in which some updates make states, and their bytes without homes."""
         profiles, made = list(self._captured.profiles), 0
-        for i, node in enumerate(self._captured.ops):
+        for i, (node, op) in enumerate(
+            zip(self._captured.ops, self._captured.graph.ops, strict=True)
+        ):
             if UPDATE in node.meta and node.args[1] in without:
                 profile = node.meta[UPDATE].profile
-                profiles[i], made = profile.first, made + profile.state_bytes
+                profiles[i] = profile.first
+                if not self._at_home.intersection(op.inputs[2:]):
+                    made += profile.state_bytes
         captured = replace(self._captured, profiles=profiles)
         return CompiledPlan(captured, self._plan, self._clock), made
 

@@ -19,6 +19,7 @@ from coop_plan.runtime.errors import CaptureError, OptionsError, RuntimeRefusalE
 from coop_plan.runtime.execute.arena_pool import arena_pools_of
 from coop_plan.runtime.execute.budget_check import warn_of_profiling
 from coop_plan.runtime.execute.first_plan import ChunkedGraph, Planner
+from coop_plan.runtime.execute.homes import Homes, Resident
 from coop_plan.runtime.execute.lower_to_fx import stubs
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
@@ -38,6 +39,7 @@ from coop_plan.runtime.whole_iteration.graph import (
     iteration_graph,
 )
 from coop_plan.runtime.whole_iteration.independence import check_independent, independence_key
+from coop_plan.runtime.whole_iteration.movable import movable_residents, with_movable
 from coop_plan.runtime.whole_iteration.planned_iteration import PlannedIteration
 from coop_plan.runtime.whole_iteration.updates import ParameterUpdate, Updates
 
@@ -113,6 +115,7 @@ class TrainIteration:
         self._plans: weakref.WeakKeyDictionary[_Traced, dict[Hashable, PlannedIteration]] = (
             weakref.WeakKeyDictionary()
         )
+        self._homes = Homes()
         self._iterations = 0
         self._batches = 0
 
@@ -173,13 +176,16 @@ class TrainIteration:
         One trace serves other parameters of equal shapes, too, and other groups.
         """
         updates = self._updates.among(inputs)
-        key = self._updates.key(updates)
+        frozen = traced.static if self._options.plan.link else ()
+        key = self._updates.key(updates), *(id(inputs[at]) for at in frozen)
         plans = self._plans.setdefault(traced, {})
         if key not in plans:
-            plans[key] = self._planned(traced, updates)
+            plans[key] = self._planned(traced, updates, inputs)
         return plans[key]
 
-    def _planned(self, traced: "_Traced", updates: dict[int, ParameterUpdate]) -> PlannedIteration:
+    def _planned(
+        self, traced: "_Traced", updates: dict[int, ParameterUpdate], inputs: Sequence[Any]
+    ) -> PlannedIteration:
         """Profile and plan a traced iteration."""
         began = time.perf_counter()
         for optimizer in self._optimizers:
@@ -200,10 +206,16 @@ class TrainIteration:
         def graph_of(joint: fx.GraphModule) -> fx.GraphModule:
             return iteration_graph(joint, traced.outputs, profiles, self._clip_norm)
 
+        def movable(captured: Captured) -> dict[int, Resident]:
+            if not self._options.plan.link:
+                return {}
+            return movable_residents(captured, updates, inputs, traced.static)
+
         def capture(module: fx.GraphModule) -> Captured:
-            return in_loop_order(
+            found = in_loop_order(
                 capture_joint(module, results, traced.static, "iteration", variants=variants)
             )
+            return with_movable(found, movable(found))
 
         def chunked() -> Captured | None:
             joint = copy_of(traced.joint)
@@ -239,7 +251,9 @@ class TrainIteration:
         )
         add(report)
         return PlannedIteration(
-            *(first.under, updates, first.plan, report, self._pools, lines, self._options)
+            *(first.under, updates, first.plan, report, self._pools, lines, self._options),
+            homes=self._homes,
+            residents=movable(first.under),
         )
 
     def note(self, norm: torch.Tensor | None) -> None:

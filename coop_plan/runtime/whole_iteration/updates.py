@@ -20,7 +20,12 @@ from coop_plan.runtime.op_profile import OpProfile, UpdateProfile
 from coop_plan.runtime.options import CUDA_ALIGNMENT
 from coop_plan.runtime.torch_internals.autograd import has_gradient_hooks, has_step_pre_hooks
 from coop_plan.runtime.torch_internals.fakes import real_mode
-from coop_plan.runtime.torch_internals.ops import elements_spanned, storage_key, tree_flatten
+from coop_plan.runtime.torch_internals.ops import (
+    elements_spanned,
+    storage_key,
+    storage_object,
+    tree_flatten,
+)
 
 MEASURED_STEPS = 3
 
@@ -41,6 +46,10 @@ class ParameterUpdate:
         """The parameter's group, as it is now."""
         group: dict[str, Any] = self.optimizer.param_groups[self.group]
         return group
+
+    def state_storages(self) -> list[torch.UntypedStorage]:
+        """The storages of the parameter's states; none before they are made."""
+        return storages_of(self.optimizer.state.get(self.parameter, {}))
 
     @property
     def has_states(self) -> bool:
@@ -161,9 +170,9 @@ class Updates:
                 events = ext.record_end()
             found.append(summarize_events(events, [], [], name, alignment)[1:])
             changes_gradient |= not bool((gradient == GRADIENT).all())
-            kept = [v for v in tree_flatten([*state.values()])[0] if isinstance(v, torch.Tensor)]
-            kept_bytes.append(sum(v.untyped_storage().nbytes() for v in kept))
-        if parameter.data_ptr() != place or storage_key(gradient) in map(storage_key, kept):
+            kept = storages_of([*state.values()])
+            kept_bytes.append(sum(storage.nbytes() for storage in kept))
+        if parameter.data_ptr() != place or storage_key(gradient) in map(storage_object, kept):
             raise RuntimeRefusalError(
                 f"{name} keeps a gradient or replaces a parameter's memory: train_iteration"
                 " needs an optimizer that updates parameters in place"
@@ -180,6 +189,7 @@ class Updates:
                 f"{name} replaces the memory of its states ({replaced} bytes an update):"
                 " train_iteration needs an optimizer that updates states in place"
             )
+        parts = tuple(storage.nbytes() for storage in kept)
         slots = slots_alone(allocations, workspace, alignment)
         states = sum(allocation.bytes for allocation in made if allocation.output == -2)
         read = 2 * like.untyped_storage().nbytes() + states
@@ -191,7 +201,15 @@ class Updates:
             OpProfile(cost, (), allocations, workspace, 0),
             states,
             changes_gradient,
+            parts if sum(parts) == states else (),
         )
+
+
+def storages_of(states: Any) -> list[torch.UntypedStorage]:
+    """The storages of the tensors in an optimizer's states, each once, that are not empty."""
+    tensors = (value for value in tree_flatten(states)[0] if isinstance(value, torch.Tensor))
+    found = {storage_key(value): value.untyped_storage() for value in tensors}
+    return [storage for storage in found.values() if storage.nbytes()]
 
 
 def _refuse_shared_memory(inputs: Sequence[Any], updated: Mapping[int, Any]) -> None:

@@ -1,0 +1,219 @@
+"""Homes: the places in a host slab where movable residents lie between their uses.
+
+Between iterations the memory of a parameter, or of an optimizer's states, is its home: the storage
+that the user holds points into the slab. An iteration copies it to the arena, and back after an
+update. An update acts on the storage that the user holds, which has the arena's memory meanwhile.
+
+A home of states has one part for each storage. An update that makes them allocates them in the
+arena, at the addresses of a copy of their home.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from coop_plan.runtime.device.cuda import exchange_memory
+from coop_plan.runtime.errors import RuntimeRefusalError
+from coop_plan.runtime.op_profile import part_offsets
+from coop_plan.runtime.torch_internals.ops import elements_spanned
+from coop_plan.schemas import Plan
+
+Copy = list[torch.Tensor]
+"""Copy of a home in the arena: a tensor for each part, none if the states are not made yet."""
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A movable resident: a parameter, or its states (`parameter` is None).
+
+    `name` is for messages. `parts` are the bytes of its storages. `storages` returns them, none if
+    they are not made yet.
+    """
+
+    name: str
+    parts: Sequence[int]
+    storages: Callable[[], list[torch.UntypedStorage]]
+    parameter: torch.Tensor | None
+
+
+def can_move(tensor: torch.Tensor) -> bool:
+    """True if a tensor is on the CPU and all of a storage whose memory may be exchanged."""
+    storage = tensor.untyped_storage()
+    return (
+        tensor.device.type == "cpu"
+        and tensor.numel() > 0
+        and tensor.storage_offset() == 0
+        and elements_spanned(tensor) * tensor.element_size() == storage.nbytes()
+        and not _has_to_stay(storage)
+    )
+
+
+@dataclass(frozen=True)
+class _Home:
+    """A home at `offset` in the slab; `present` has the storages in it by their offset there."""
+
+    offset: int
+    resident: Resident
+    present: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+
+
+class Homes:
+    """The homes of some parameters and states, for one plan at a time, in one slab."""
+
+    def __init__(self) -> None:
+        self.slab: torch.Tensor | None = None
+        self._owner: object = None
+        self._homes: dict[int, _Home] = {}
+        self._unsaved: dict[int, Copy] = {}
+
+    def begin(self, plan: Plan, residents: Mapping[int, Resident]) -> None:
+        """Place all residents of a plan with homes in its slab, and give those of others memory.
+
+        `residents` are the movable residents of the plan's graph, by tensor id.
+
+        Raises:
+            RuntimeRefusalError: memory of a resident has to stay, or has another size.
+        """
+        former, former_homes = self.slab, self._homes.values()
+        if residents is not self._owner:
+            homes = {
+                home.tensor: _Home(home.host_offset, residents[home.tensor]) for home in plan.homes
+            }
+            for home in (*former_homes, *homes.values()):
+                for storage in (*home.present.values(), *home.resident.storages()):
+                    _check_movable(storage)
+            size = plan.host_arena_bytes if homes else 0
+            self.slab = torch.empty(size, dtype=torch.uint8, device="cpu")
+            self._homes, self._owner = homes, residents
+        for home in self._homes.values():
+            self._place(home)
+        if former is not self.slab and former is not None:
+            for home in former_homes:
+                for offset, storage in home.present.items():
+                    if storage.data_ptr() == former.data_ptr() + home.offset + offset:
+                        _move(storage, _own_memory(storage))
+
+    def _place(self, home: _Home) -> None:
+        """Let the storages of a home have its parts; others there get memory of their own."""
+        assert self.slab is not None
+        base, parts = self.slab.data_ptr() + home.offset, home.resident.parts
+        free, placed = dict(zip(part_offsets(parts), parts, strict=True)), {}
+        missing = []
+        for storage in home.resident.storages():
+            offset = storage.data_ptr() - base
+            if free.get(offset) == storage.nbytes():
+                placed[offset] = storage
+                del free[offset]
+            else:
+                missing.append(storage)
+        for storage in missing:
+            found = next((at for at, size in free.items() if size == storage.nbytes()), None)
+            if found is None:
+                sizes = " + ".join(map(str, parts))
+                raise RuntimeRefusalError(
+                    f"{home.resident.name} were planned with {sizes} bytes, and now there are"
+                    f" {storage.nbytes()}: make another train_iteration, or load what it had"
+                )
+            del free[found]
+            before = home.present.get(found)
+            if before is not None and before.data_ptr() == base + found:
+                _move(before, _own_memory(before))
+            _move(storage, self._memory(home.offset + found, storage.nbytes()))
+            placed[found] = storage
+        home.present.clear()
+        home.present.update(placed)
+
+    def _memory(self, offset: int, size: int) -> torch.Tensor:
+        """Bytes of the slab, which they keep alive."""
+        assert self.slab is not None
+        return torch.frombuffer(self.slab.numpy(), dtype=torch.uint8, count=size, offset=offset)
+
+    def parameter(self, tensor: int) -> torch.Tensor | None:
+        """The parameter that a home is for; None if it is for states."""
+        return self._homes[tensor].resident.parameter
+
+    def parts_of(self, tensor: int) -> list[tuple[int, int]]:
+        """Offset in the slab and bytes of each part of a tensor's home that has a storage."""
+        home = self._homes[tensor]
+        return [(home.offset + at, home.present[at].nbytes()) for at in sorted(home.present)]
+
+    @contextmanager
+    def exchanged(self, copies: Mapping[int, Copy]) -> Iterator[None]:
+        """Context of an update, in which storages have the memory of their copies, by tensor id.
+
+        From here on the home is older than its copy, until `saved` or `save`.
+        """
+        pairs = []
+        for tensor, copy in copies.items():
+            home = self._homes[tensor]
+            present = [home.present[at] for at in sorted(home.present)]
+            pairs += list(zip(present, (part.untyped_storage() for part in copy), strict=True))
+        for first, second in pairs:
+            exchange_memory(first, second)
+        try:
+            yield
+        finally:
+            for first, second in pairs:
+                exchange_memory(first, second)
+            for tensor, copy in copies.items():
+                if not copy:
+                    self._take_new(tensor, copy)
+                self._unsaved[tensor] = copy
+
+    def _take_new(self, tensor: int, copy: Copy) -> None:
+        """Let states that were made in the arena have their home's memory, and the copy theirs."""
+        home = self._homes[tensor]
+        made = sorted(home.resident.storages(), key=lambda storage: storage.data_ptr())
+        if [storage.nbytes() for storage in made] != list(home.resident.parts):
+            return  # of an update that failed, or of other sizes, which `begin` refuses
+        for at, storage in zip(part_offsets(home.resident.parts), made, strict=True):
+            memory = self._memory(home.offset + at, storage.nbytes())
+            exchange_memory(storage, memory.untyped_storage())
+            copy.append(memory)
+            home.present[at] = storage
+
+    def saved(self, tensor: int) -> None:
+        """Note that a tensor's copy was written to its home."""
+        self._unsaved.pop(tensor, None)
+
+    def save(self) -> None:
+        """Write all copies that were updated to their homes, after an iteration that failed."""
+        assert self.slab is not None
+        for tensor, copy in self._unsaved.items():
+            for (offset, size), part in zip(self.parts_of(tensor), copy, strict=True):
+                self._memory(offset, size).untyped_storage().copy_(part.untyped_storage(), False)
+        self._unsaved.clear()
+
+
+def _has_to_stay(storage: torch.UntypedStorage) -> bool:
+    """True if a numpy array was made of the storage, or other processes share it."""
+    return not storage.resizable() or storage.is_shared()
+
+
+def _check_movable(storage: torch.UntypedStorage) -> None:
+    if _has_to_stay(storage):
+        raise RuntimeRefusalError(
+            f"a parameter or state of {storage.nbytes()} bytes has to move within the memory of the"
+            " host, and a numpy array or another process has its address: assign a clone to its"
+            " `.data`, or leave out the option `link`"
+        )
+
+
+def _own_memory(storage: torch.UntypedStorage) -> torch.Tensor:
+    """New memory of a storage's size, of PyTorch's allocator."""
+    return torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
+
+
+def _move(storage: torch.UntypedStorage, memory: torch.Tensor) -> None:
+    """Move a storage to the memory of a tensor of its size.
+
+    Raises:
+        RuntimeRefusalError: a numpy array or another process has its address.
+    """
+    _check_movable(storage)
+    other: Any = memory.untyped_storage()
+    other.copy_(storage, False)
+    exchange_memory(storage, other)

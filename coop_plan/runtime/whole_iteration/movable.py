@@ -1,0 +1,75 @@
+"""Movable residents of an iteration: parameters and states that its plan may keep on the host."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from coop_plan.runtime.capture.graph_builder import UPDATE
+from coop_plan.runtime.capture.joint_graph import Captured
+from coop_plan.runtime.execute.homes import Resident, can_move
+from coop_plan.runtime.execute.lower_to_fx import inputs_of
+from coop_plan.runtime.op_profile import parts_bytes
+from coop_plan.runtime.torch_internals.ops import storage_key
+from coop_plan.runtime.whole_iteration.updates import ParameterUpdate
+
+
+def movable_residents(
+    captured: Captured,
+    updates: Mapping[int, ParameterUpdate],
+    inputs: Sequence[Any],
+    static: Sequence[int],
+) -> dict[int, Resident]:
+    """The residents of a captured iteration that may move, by tensor id.
+
+    These are parameters that are updated, with their states, and static inputs that are only read:
+    frozen weights. Each has a storage of its own, which it fills. On CUDA there are none.
+
+    Args:
+        captured: the iteration.
+        updates: updates of its parameters, by position among the inputs.
+        inputs: its inputs.
+        static: positions of the inputs that are parameters or buffers.
+    """
+    if captured.device.type != "cpu":
+        return {}
+    owners = Counter(storage_key(value) for value in inputs if isinstance(value, torch.Tensor))
+    written, found = set[int](), dict[int, Resident]()
+    for node, op in zip(captured.ops, captured.graph.ops, strict=True):
+        if UPDATE not in node.meta:
+            written.update(op.mutates)
+            continue
+        position: Any = node.args[1]
+        update, parts = updates[position], node.meta[UPDATE].profile.state_parts
+        if parts:
+            name = f"states of a parameter of shape {tuple(update.parameter.shape)}"
+            states = Resident(name, parts, update.state_storages, None)
+            found |= dict.fromkeys(op.inputs[2:], states)
+    primals = inputs_of(captured)
+    for at in {*static, *updates}:
+        value, (t,) = inputs[at], captured.storages[primals[at]]
+        if t is None or t in written or owners[storage_key(value)] > 1 or not can_move(value):
+            continue
+        size = value.untyped_storage().nbytes()
+        if captured.graph.tensors[t].bytes == size:
+            name = f"elements of a parameter of shape {tuple(value.shape)}"
+            found[t] = Resident(name, (size,), partial(_storages, value), value)
+    return found
+
+
+def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    return [tensor.untyped_storage()]
+
+
+def with_movable(captured: Captured, residents: Mapping[int, Resident]) -> Captured:
+    """The iteration with these residents (tensor ids) marked as movable."""
+    tensors = [
+        tensor.model_copy({"movable": True, "bytes": parts_bytes(residents[tensor.id].parts)})
+        if tensor.id in residents
+        else tensor
+        for tensor in captured.graph.tensors
+    ]
+    return replace(captured, graph=captured.graph.model_copy({"tensors": tensors}))

@@ -1,0 +1,368 @@
+"""Parameters and states with homes on the host: iterations are the loop's, at the planned peak."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import coop_plan
+from coop_plan.runtime import RuntimeRefusalError
+from coop_plan.runtime.capture.joint_graph import SAVED_HANDLE_BYTES
+from coop_plan.runtime.device.arena import process_bytes
+from coop_plan.runtime.device.copy_engines import FROM_HOST, TO_HOST, CpuCopyEngines
+from coop_plan.runtime.whole_iteration import updates
+from tests.runtime.iterating import OPTIMIZERS, eager, equal, state_of
+
+WIDTH, ROWS, WORDS = 64, 8, 50
+
+
+class Mlp(nn.Module):
+    """Its weights take more bytes than its activations."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def loss(self, batch):
+        x = batch
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+    def batch(self, step, rows=ROWS):
+        return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+class Gpt(nn.Module):
+    """Blocks of attention, the weight of the embedding also that of the head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(4))
+        self.mixes = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+        self.outs = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.ups = nn.ModuleList(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(4 * WIDTH, WIDTH) for _ in range(2))
+
+    def loss(self, batch):
+        words, following = batch
+        x = self.words(words)
+        shape = (*words.shape, 4, WIDTH // 4)
+        for i in range(2):
+            parts = self.mixes[i](self.norms[2 * i](x)).split(WIDTH, dim=2)
+            q, k, v = (part.view(shape).transpose(1, 2) for part in parts)
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.outs[i](mixed.transpose(1, 2).reshape(x.shape))
+            x = x + self.downs[i](nn.functional.gelu(self.ups[i](self.norms[2 * i + 1](x))))
+        logits = nn.functional.linear(x, self.words.weight)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+
+    def batch(self, step, rows=ROWS):
+        generator = torch.Generator().manual_seed(step)
+        words = torch.randint(0, WORDS, (2, rows + 1), generator=generator)
+        return words[:, :-1], words[:, 1:]
+
+
+class Pixels(nn.Module):
+    """Weights that are not contiguous, a frozen one, running statistics, bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        convs = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.Conv2d(32, 32, 3))
+        self.convs = convs.to(memory_format=torch.channels_last)
+        self.frozen = nn.Linear(32, 32).requires_grad_(False)
+        self.last = nn.Linear(32, 32, dtype=torch.bfloat16)
+
+    def loss(self, batch):
+        x = self.frozen(self.convs(batch).mean((2, 3)))
+        return self.last(x.bfloat16()).float().logsumexp(1).mean()
+
+    def batch(self, step, rows=ROWS):
+        return torch.randn(rows, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+
+
+def checked(report):
+    """The report of an iteration that had its planned peak, and nothing outside the plan."""
+    assert report.peak_bytes - report.measured_peak_bytes in (0, SAVED_HANDLE_BYTES)
+    assert report.peak_bytes <= report.budget_bytes
+    assert report.outside_bytes == 0
+    assert report.measured_arena_bytes == report.plan.arena_bytes
+    if report.plan.homes:
+        assert report.measured_host_arena_bytes == report.plan.host_arena_bytes
+    return report
+
+
+class Pair:
+    """A model trained by `train_iteration`, and a copy of it trained by the loop."""
+
+    def __init__(self, kind, optimizer, budget, clip_norm=None, link="8GB/s", **options):
+        self.ours, self.theirs = kind(), kind()
+        make = OPTIMIZERS[optimizer]
+        self.mine, self.other = make(self.ours.parameters()), make(self.theirs.parameters())
+        self.clip_norm = clip_norm
+        self.iteration = coop_plan.train_iteration(
+            self.ours.loss, self.mine, budget, clip_norm=clip_norm, link=link, **options
+        )
+
+    def equal(self):
+        return equal(state_of(self.ours, self.mine), state_of(self.theirs, self.other))
+
+    def run(self, *steps, rows=ROWS, count=1):
+        report = None
+        for step in steps:
+            batches = [self.ours.batch(step + 100 * i, rows) for i in range(count)]
+            losses, norm = eager(self.theirs.loss, self.other, batches, self.clip_norm)
+            made = self.iteration(*batches)
+            assert equal(made if count > 1 else [made], losses)
+            assert norm is None or torch.equal(self.iteration.grad_norm, norm)
+            assert self.equal()
+            report = checked(coop_plan.reports()[-1])
+        return report
+
+
+COMBINATIONS = [
+    (kind, optimizer, clip_norm, ("2GB/s", "8GB/s")[(i + j + k) % 2], budget)
+    for i, kind in enumerate((Mlp, Gpt))
+    for j, optimizer in enumerate(("momentum", "adamw"))
+    for k, (clip_norm, budget) in enumerate(
+        [(None, "min"), (0.05, "min"), ((None, 0.05)[i ^ j], "60%"), ((0.05, None)[i ^ j], "40%")]
+    )
+]
+"""Each budget with each model and optimizer; half of them with each link."""
+
+
+@pytest.mark.parametrize(("kind", "optimizer", "clip_norm", "link", "budget"), COMBINATIONS)
+def test_an_iteration_with_homes_is_the_loops(kind, optimizer, clip_norm, link, budget):
+    report = Pair(kind, optimizer, budget, clip_norm, link).run(0, 1, 2)
+    assert report.plan.homes or budget != "min"
+    assert sum(span.bytes for span in report.copies) == report.plan.swapped_bytes
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_states_of_any_optimizer_may_have_homes(optimizer):
+    report = Pair(Mlp, optimizer, "min", 0.05).run(0, 1, 2)
+    assert len(report.plan.homes) == sum(tensor.movable for tensor in report.graph.tensors)
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    kind=st.sampled_from([Mlp, Gpt, Pixels]),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    clip_norm=st.sampled_from([None, 0.05]),
+    link=st.sampled_from(["100MB/s", "8GB/s"]),
+    budget=st.sampled_from(["90%", "50%", "min"]),
+    count=st.integers(1, 3),
+    variants=st.booleans(),
+)
+def test_any_iteration_with_homes_is_the_loops(
+    kind, optimizer, clip_norm, link, budget, count, variants
+):
+    torch._dynamo.reset()
+    Pair(kind, optimizer, budget, clip_norm, link, variants=variants).run(0, 1, 2, count=count)
+
+
+def copying(monkeypatch, direction, source):
+    """Copies in a direction copy zeros, or with the source None nothing."""
+    begin = CpuCopyEngines._begin
+
+    def changed(links, towards, target, own, size, least_us):
+        if towards == direction:
+            own, size = (own, 0) if source is None else (source.data_ptr(), size)
+        return begin(links, towards, target, own, size, least_us)
+
+    monkeypatch.setattr(CpuCopyEngines, "_begin", changed)
+
+
+def test_ops_read_the_copies_of_homes(monkeypatch):
+    """With zeros for all weights the loss is zero."""
+    pair = Pair(Mlp, "momentum", "min")
+    pair.run(0)
+    copying(monkeypatch, FROM_HOST, torch.zeros(1 << 20, dtype=torch.uint8))
+    assert pair.iteration(pair.ours.batch(1)) == 0
+
+
+def test_updates_reach_homes_by_their_copies_alone(monkeypatch):
+    pair = Pair(Mlp, "adamw", "min")
+    pair.run(0)
+    before = copy.deepcopy(state_of(pair.ours, pair.mine))
+    copying(monkeypatch, TO_HOST, None)
+    pair.iteration(pair.ours.batch(1))
+    assert equal(before, state_of(pair.ours, pair.mine))
+
+
+def test_sizes_and_micro_batches_share_the_homes():
+    """Each has a plan of its own, with homes at other offsets."""
+    pair = Pair(Gpt, "adamw", "min", 0.05)
+    for step, (rows, count) in enumerate([(8, 1), (16, 1), (8, 2), (16, 1), (8, 1)]):
+        pair.run(step, rows=rows, count=count)
+    offsets = {tuple(h.host_offset for h in r.plan.homes) for r in coop_plan.reports()}
+    assert len(offsets) > 1
+
+
+def test_two_iterations_train_one_model():
+    pair = Pair(Mlp, "adamw", "min")
+    first, second = pair.iteration, Pair(Mlp, "adamw", "60%").iteration
+    second = coop_plan.train_iteration(pair.ours.loss, pair.mine, "60%", link="8GB/s")
+    for step, pair.iteration in enumerate((first, second, first, second)):
+        pair.run(step)
+
+
+def test_frozen_weights_have_homes():
+    pair = Pair(Mlp, "sgd", "min")
+    for model in (pair.ours, pair.theirs):
+        for layer in model.layers[:5]:
+            layer.requires_grad_(False)
+    report = pair.run(0, 1, 2)
+    assert len(report.plan.homes) == 2 * 6
+    assert report.peak_bytes < 5 * 4 * WIDTH * WIDTH
+
+
+def test_states_are_saved_and_loaded_between_iterations(tmp_path):
+    """Also those that the user still holds: they keep their numbers when others are loaded."""
+    pair = Pair(Gpt, "adamw", "min")
+    pair.run(0, 1)
+    torch.save((pair.ours.state_dict(), pair.mine.state_dict()), tmp_path / "saved")
+    assert (tmp_path / "saved").stat().st_size < 2 * sum(
+        value.nbytes for value in state_of(pair.ours, pair.mine)
+    )
+    held = [value for one in pair.mine.state.values() for value in one.values()]
+    numbers = copy.deepcopy(held)
+    twin = copy.deepcopy(pair.ours)
+    pair.run(2)
+    assert not equal(state_of(twin, []), state_of(pair.ours, []))
+    held_after = copy.deepcopy(held)
+    assert not equal(numbers, held_after)
+    saved = torch.load(tmp_path / "saved")
+    for model, optimizer in ((pair.ours, pair.mine), (pair.theirs, pair.other)):
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
+    assert equal(state_of(twin, []), state_of(pair.ours, []))
+    pair.run(3, 4)
+    assert equal(held, held_after)
+
+
+def test_a_parameter_may_have_other_memory_between_iterations():
+    pair = Pair(Mlp, "momentum", "min")
+    pair.run(0)
+    own = pair.ours.layers[0].weight.data
+    for model in (pair.ours, pair.theirs):
+        model.layers[0].weight.data = torch.full((WIDTH, WIDTH), 0.25)
+    before = own.clone()
+    pair.run(1, 2)
+    assert torch.equal(own, before)
+
+
+def test_memory_of_a_numpy_array_stays():
+    """At its home, as long as the plan does; before the first iteration, where it is."""
+    pair = Pair(Mlp, "momentum", "min")
+    first, last = pair.ours.layers[0].weight, pair.ours.layers[-1].weight
+    array = first.detach().numpy()
+    report = pair.run(0)
+    assert len(report.plan.homes) == 2 * 2 * 6 - 1
+    assert (array == first.detach().numpy()).all()
+    at_home = last.detach().numpy()
+    pair.run(1)
+    assert (at_home == last.detach().numpy()).all()
+    before = state_of(pair.ours, pair.mine)
+    with pytest.raises(RuntimeRefusalError, match="numpy array or another process"):
+        pair.iteration(pair.ours.batch(2, 2 * ROWS))
+    assert equal(before, state_of(pair.theirs, pair.other))
+    batch = pair.ours.batch(2)
+    eager(pair.theirs.loss, pair.other, [batch], None)
+    pair.iteration(batch)
+    assert pair.equal()
+
+
+def test_states_of_another_size_are_refused():
+    pair = Pair(Mlp, "momentum", "min")
+    pair.run(0)
+    weight = pair.ours.layers[0].weight
+    state = pair.mine.state[weight]
+    state["momentum_buffer"] = state["momentum_buffer"].double()
+    before = copy.deepcopy(state_of(pair.ours, pair.mine))
+    with pytest.raises(RuntimeRefusalError, match=r"states of a parameter of shape \(64, 64\)"):
+        pair.iteration(pair.ours.batch(1))
+    assert equal(before, state_of(pair.ours, pair.mine))
+    state["momentum_buffer"] = state["momentum_buffer"].float()
+    pair.run(1)
+
+
+class Failure(Exception):
+    pass
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    optimizer=st.sampled_from(["momentum", "adamw"]),
+    budget=st.sampled_from(["60%", "min"]),
+    calls=st.integers(0, 1),
+    at=st.integers(0, 11),
+    place=st.sampled_from(["before", "within", "copying"]),
+)
+def test_each_parameter_is_that_of_before_or_of_after(optimizer, budget, calls, at, place):
+    """A failure leaves the parameters that were updated before it as they are after the call."""
+    torch._dynamo.reset()
+    pair = Pair(Mlp, optimizer, budget)
+    pair.run(*range(calls))
+    before = by_parameter(pair.ours, pair.mine)
+    update, wait, updated = updates.ParameterUpdate.__call__, CpuCopyEngines._wait, set()
+
+    def failing(self, gradient):
+        if (len(updated), place) == (at, "before"):
+            raise Failure
+        updated.add(id(self.parameter))
+        update(self, gradient)
+        if (len(updated), place) == (at + 1, "within"):
+            raise Failure
+
+    def waiting(links, handle):
+        if len(updated) > at and place == "copying":
+            raise Failure
+        return wait(links, handle)
+
+    batch = pair.ours.batch(calls)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(updates.ParameterUpdate, "__call__", failing)
+        patch.setattr(CpuCopyEngines, "_wait", waiting)
+        with pytest.raises(Failure):
+            pair.iteration(batch)
+    eager(pair.theirs.loss, pair.other, [batch], None)
+    after, now = by_parameter(pair.theirs, pair.other), by_parameter(pair.ours, pair.mine)
+    for i, parameter in enumerate(pair.ours.parameters()):
+        assert equal(now[i], (after if id(parameter) in updated else before)[i])
+    saved = copy.deepcopy((pair.ours.state_dict(), pair.mine.state_dict()))
+    pair.theirs.load_state_dict(saved[0])
+    pair.other.load_state_dict(saved[1])
+    pair.run(2, 3)
+
+
+def by_parameter(model, optimizer):
+    """The bits of each parameter and its states."""
+    return [
+        [p.detach().clone(), *(v.clone() for v in optimizer.state.get(p, {}).values())]
+        for p in model.parameters()
+    ]
+
+
+def test_the_slab_is_freed_with_the_parameters():
+    before = process_bytes()[0]
+    pair = Pair(Mlp, "momentum", "min")
+    pair.run(0)
+    own = sum(value.nbytes for value in state_of(pair.ours, pair.mine))
+    state = copy.deepcopy(state_of(pair.ours, pair.mine))
+    pair.iteration = None
+    gc.collect()
+    assert equal(state_of(pair.ours, pair.mine), state)
+    del pair, state
+    coop_plan.clear_reports()
+    torch._dynamo.reset()
+    gc.collect()
+    assert process_bytes()[0] < before + own
