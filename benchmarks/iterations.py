@@ -1,13 +1,15 @@
 """Whole iterations under budgets, beside the loop in eager: numbers, memory and time, on the CPU.
 
-    python -m benchmarks.iterations [--model gpt2 ...] [--micro-batches 1 4] [--csv FILE]
+    python -m benchmarks.iterations [--model gpt2 ...] [--link 2GB/s] [--csv FILE]
 
 An iteration has the forwards and backwards of its micro-batches, clipping, and AdamW's step. Each
 row runs in a process of its own, and trains for some iterations. Bytes are those of PyTorch's
 allocator, from its own counter, with parameters, states and batches; the peak is that of the
 iterations after the first. `equal` says that losses, norms, parameters and states are eager's to
-the bit. The losses that the script keeps are beside the budget. Exits 1 if a row is not equal,
-exceeds its budget or allocates outside its plan.
+the bit. The losses that the script keeps are beside the budget. With a link peaks are those of the
+reports, as the counter includes the host's slab; `homes` are the bytes of parameters and states on
+the host between their uses. Exits 1 if a row is not equal, exceeds its budget or allocates outside
+its plan.
 """
 
 import argparse
@@ -49,7 +51,9 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def serve(name: str, budget: str, micro_batches: int, clip: bool) -> dict[str, Any]:
+def serve(
+    name: str, budget: str, micro_batches: int, clip: bool, link: str | None
+) -> dict[str, Any]:
     """Train in this process; an empty budget means the loop in eager."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -62,7 +66,10 @@ def serve(name: str, budget: str, micro_batches: int, clip: bool) -> dict[str, A
     iteration: Any = None
     if budget:
         given = int(budget) if budget.isdigit() else budget
-        iteration = coop_plan.train_iteration(step, optimizer, given, clip_norm=clip_norm)
+        options = {"link": link} if link else {}
+        iteration = coop_plan.train_iteration(
+            step, optimizer, given, clip_norm=clip_norm, **options
+        )
     seconds, digest = [], hashlib.sha256()
     for number in range(ITERATIONS):
         torch.manual_seed(number)
@@ -103,12 +110,16 @@ def serve(name: str, budget: str, micro_batches: int, clip: bool) -> dict[str, A
         names = ("budget_bytes", "peak_bytes", "measured_peak_bytes", "outside_bytes")
         found |= {each: getattr(report, each) for each in names}
         found |= {"planned": report.planned_overhead, "paid": report.measured_overhead}
+        at_home = {home.tensor for home in report.plan.homes}
+        found["homes"] = sum(t.bytes for t in report.graph.tensors if t.id in at_home)
+        if link:
+            found["peak"] = report.measured_peak_bytes
     return found
 
 
-def run(name: str, budget: str, micro_batches: int, clip: bool) -> dict[str, Any]:
+def run(*given_to_serve: Any) -> dict[str, Any]:
     """`serve` in a process of its own."""
-    given = json.dumps([name, budget, micro_batches, clip])
+    given = json.dumps(given_to_serve)
     command = [sys.executable, "-m", "benchmarks.iterations", "--serve", given]
     root = Path(__file__).parents[1]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
@@ -118,12 +129,14 @@ def run(name: str, budget: str, micro_batches: int, clip: bool) -> dict[str, Any
     return found
 
 
-def measure(name: str, micro_batches: int, clip: bool, budgets: list[str]) -> list[dict[str, Any]]:
+def measure(
+    name: str, micro_batches: int, clip: bool, budgets: list[str], link: str | None
+) -> list[dict[str, Any]]:
     """Rows of a model, one a budget."""
-    eager = run(name, "", micro_batches, clip)
+    eager = run(name, "", micro_batches, clip, None)
     rows = []
     for budget in budgets:
-        own = run(name, budget, micro_batches, clip)
+        own = run(name, budget, micro_batches, clip, link)
         rows.append(
             {
                 **own,
@@ -146,6 +159,7 @@ COLUMNS = (
     Column("eager", "eager MB", MB),
     Column("budget_bytes", "budget MB", MB),
     Column("peak", "peak MB", MB),
+    Column("homes", "homes MB", MB),
     Column("outside_bytes", "outside B"),
     Column("planned", "planned", ".1%"),
     Column("paid", "in step", ".1%"),
@@ -161,6 +175,7 @@ def main() -> int:
     command.add_argument("--model", choices=MODELS, nargs="+", default=list(MODELS))
     command.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4])
     command.add_argument("--budgets", nargs="+", default=list(BUDGETS))
+    command.add_argument("--link")
     command.add_argument("--serve", help=argparse.SUPPRESS)
     asked = command.parse_args()
     if asked.serve:
@@ -170,7 +185,7 @@ def main() -> int:
     for name in asked.model:
         for micro_batches in asked.micro_batches:
             for clip in (False, True):
-                for row in measure(name, micro_batches, clip, asked.budgets):
+                for row in measure(name, micro_batches, clip, asked.budgets, asked.link):
                     report.add(**row)
     report.finish(asked.csv)
     return int(not all(row["held"] and row["equal"] for row in report.rows))
