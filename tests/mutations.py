@@ -117,8 +117,8 @@ MUTATIONS = (
     Mutation(  # nobody waits for copies
         "wait-for-copies",
         "runtime",
-        "copied = self._running_engines.wait(handle)",
-        "copied = None",
+        "copies.append(self._running_engines.wait(handle))",
+        "copies.append(None)",
         ("tests/runtime/test_swap.py::test_losses_and_parameters_equal_eager",),
         compiled=True,
     ),
