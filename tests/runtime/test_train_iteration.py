@@ -16,7 +16,7 @@ import coop_plan
 from coop_plan import runtime
 from coop_plan.planner import InfeasibleBudgetError
 from coop_plan.runtime.device.arena import process_bytes
-from coop_plan.runtime.whole_iteration import updates
+from coop_plan.runtime.whole_iteration import planned_iteration, updates
 from tests.runtime.iterating import (
     OPTIMIZERS,
     WIDTH,
@@ -132,6 +132,20 @@ def test_states_that_are_loaded_are_continued():
     torch.manual_seed(1)
     iteration(*batches_of(1, 1))
     assert equal(state_of(again, loaded), state_of(model, optimizer))
+
+
+@pytest.mark.parametrize(("optimizer", "plans"), [("sgd", 1), ("momentum", 2)])
+def test_a_plan_is_lowered_again_only_for_calls_that_make_states(monkeypatch, optimizer, plans):
+    made = []
+    lower = planned_iteration.CompiledPlan
+    monkeypatch.setattr(
+        planned_iteration, "CompiledPlan", lambda *given: made.append(lower(*given)) or made[-1]
+    )
+    model = Net()
+    iteration = step_of(model, OPTIMIZERS[optimizer](model.parameters()))
+    for step in range(3):
+        iteration(*batches_of(step, 1))
+    assert len(made) == plans
 
 
 def test_gradients_are_not_kept():

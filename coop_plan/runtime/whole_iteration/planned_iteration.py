@@ -60,6 +60,11 @@ class PlannedIteration:
             for node, op in zip(captured.ops, captured.graph.ops, strict=True)
             if UPDATE in node.meta
         }
+        self._stateful: set[Any] = {
+            node.args[1]
+            for node in captured.ops
+            if UPDATE in node.meta and node.meta[UPDATE].profile.state_bytes
+        }
         self._check = BudgetCheck(report, lines, options)
         self._copied = snapshot_positions(captured)
         self._clock: cuda.Clock | None = None
@@ -72,7 +77,7 @@ class PlannedIteration:
         if self._clock is not None and (times := self._clock.read()) is not None:
             note_times(self.report, *times, self._clock.stall_us)
         compiled, made_now = self._compiled, 0
-        if without := {at for at, update in self._updates.items() if not update.has_states}:
+        if without := {at for at in self._stateful if not self._updates[at].has_states}:
             compiled, made_now = self._making_states(without)
         pool = self._pools.of_thread()
         invocation = Invocation(self.report.name, compiled, pool, [])
