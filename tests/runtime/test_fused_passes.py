@@ -7,8 +7,10 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from coop_plan.runtime.capture.graph_builder import GETITEM
 from coop_plan.runtime.fused.clusters import clusters_of
 from coop_plan.runtime.fused.in_kernel import recompute_in_kernels
+from coop_plan.runtime.fused.ops import bytes_of, producer_of, storage_of
 from coop_plan.runtime.fused.regions import fuse_regions, region
 from coop_plan.runtime.torch_internals import inductor
 from coop_plan.runtime.torch_internals.inductor_scheduler import scheduled
@@ -84,6 +86,47 @@ def test_a_graph_with_regions_returns_the_same(seed):
     assert module.graph.find_nodes(op="call_function", target=region)
     assert sum(node.op == "call_function" for node in module.graph.nodes) < ops
     assert all(map(torch.equal, run(module, inputs), expected))
+
+
+def live_peak(graph):
+    """Most bytes of results that are live at once in program order, inputs not counted."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    spans = {}
+    for node in graph.nodes:
+        for read in map(storage_of, () if node.target is GETITEM else node.all_input_nodes):
+            if producer_of(read).op == "call_function":
+                begin, _ = spans.get(read, (position[producer_of(read)], 0))
+                spans[read] = begin, position[node]
+    return max(
+        sum(bytes_of(value) for value, (begin, end) in spans.items() if begin <= i <= end)
+        for i in range(len(position))
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_terms_of_a_sum_do_not_wait_for_its_last_one(seed):
+    """As the gradient of a weight that each step of a recurrent network reads."""
+    draw, mode = random.Random(seed), FakeTensorMode()
+    graph = fx.Graph()
+    state, weight = map(graph.placeholder, ("primals_1", "primals_2"))
+    total, terms = None, draw.randint(8, 24)
+    for _ in range(terms):
+        state = graph.call_function(aten.mm.default, (state, weight))
+        state = graph.call_function(draw.choice([aten.tanh.default, aten.neg.default]), (state,))
+        term = graph.call_function(aten.mm.default, (weight, state))
+        if draw.random() < 0.5:
+            term = graph.call_function(aten.sin.default, (term,))
+        pair = (total, term) if draw.random() < 0.5 else (term, total)
+        total = graph.call_function(aten.add.Tensor, pair) if total else term
+    graph.output((total,))
+    with mode:
+        for node in graph.nodes:
+            node.meta["val"] = torch.empty(64, 64)
+    module = fx.GraphModule({}, graph)
+    before = live_peak(module.graph)
+    fuse_regions(module, 1)
+    assert module.graph.find_nodes(op="call_function", target=region)
+    assert live_peak(module.graph) <= before + bytes_of(total)
 
 
 def test_random_ops_keep_their_order():

@@ -17,15 +17,17 @@ def clusters_of(
 ) -> list[list[fx.Node]]:
     """Clusters of two or more ops, each in program order.
 
-    Producers are merged with consumers, then ops that read the same large tensor.
+    Producers are merged with consumers, then ops that read the same large tensor. Two clusters stay
+    apart if inputs of the earlier one would wait for the other, and with more bytes than its
+    results and the largest result of an op have: of a long sum, each term would wait for the last.
 
     Args:
         ops: all ops of a graph, in program order.
         before: by op, those that run before it.
         half_of: by op that may be in a cluster, the half of the step that the cluster is in.
     """
-    found = _Clusters(ops, before)
     largest = max(map(bytes_of, ops), default=0)
+    found = _Clusters(ops, before, largest)
     readers: dict[fx.Node, list[fx.Node]] = {}
     for op in ops:
         for read in dict.fromkeys(storage_of(argument) for argument in op.all_input_nodes):
@@ -51,20 +53,38 @@ class _Clusters:
     Dynamic Topological Sort Algorithm for Directed Acyclic Graphs", JEA 11, 2006).
     """
 
-    def __init__(self, ops: Sequence[fx.Node], before: Mapping[fx.Node, Iterable[fx.Node]]) -> None:
+    def __init__(
+        self,
+        ops: Sequence[fx.Node],
+        before: Mapping[fx.Node, Iterable[fx.Node]],
+        most_waiting: int,
+    ) -> None:
+        self._most_waiting = most_waiting
         self._of = {op: i for i, op in enumerate(ops)}
         self.members = {i: [op] for i, op in enumerate(ops)}
         self._order = list(self.members)
         self._rank = list(self.members)
         self._outputs: dict[int, set[int]] = {i: set() for i in self.members}
         self._inputs: dict[int, set[int]] = {i: set() for i in self.members}
+        self._reads = {op: {storage_of(argument) for argument in op.all_input_nodes} for op in ops}
+        self._readers: dict[fx.Node, list[fx.Node]] = {}
+        self._made: dict[fx.Node, list[fx.Node]] = {}
+        results = next(iter(reversed(ops[0].graph.nodes))).all_input_nodes if ops else ()
+        self._returned = {storage_of(value) for value in results}
         for op in ops:
             for other in before[op]:
                 self._outputs[self._of[other]].add(self._of[op])
                 self._inputs[self._of[op]].add(self._of[other])
+            for read in self._reads[op]:
+                self._readers.setdefault(read, []).append(op)
+        for value in dict.fromkeys((*self._readers, *self._returned)):
+            self._made.setdefault(producer_of(value), []).append(value)
 
     def merge(self, one: fx.Node, other: fx.Node) -> None:
-        """Merge the clusters of two ops, unless a path from one to the other leaves both."""
+        """Merge the clusters of two ops, unless a path from one to the other leaves both.
+
+        They also stay apart if too many bytes would wait (`clusters_of`).
+        """
         a, b = sorted((self._of[one], self._of[other]), key=self._rank.__getitem__)
         begin, end = self._rank[a], self._rank[b]
         after, stack = {a}, [a]  # a, and what follows it before b
@@ -73,6 +93,8 @@ class _Clusters:
             after |= new
             stack += new
         if a == b or not after.isdisjoint(self._inputs[b] - {a}):
+            return
+        if self._waiting_bytes(a, b) > self._most_waiting:
             return
         between = self._order[begin + 1 : end]
         order = [c for c in between if c not in after]
@@ -89,3 +111,23 @@ class _Clusters:
                 if c != a:
                     edges[a].add(c)
                     back[c].add(a)
+
+    def _waiting_bytes(self, a: int, b: int) -> int:
+        """Bytes that live longer if cluster `a` runs with the later `b`, less those that do not.
+
+        The former are inputs of `a` that all others read before `b`, the latter the results of `a`.
+        """
+        if all(self._rank[c] <= self._rank[a] for c in self._inputs[b]):
+            return 0  # b can run when a does
+        inside, end = set(self.members[a]), self._rank[b]
+        made = {value for op in inside for value in self._made.get(op, ())}
+        read = {value for op in inside for value in self._reads[op]} - made
+        waiting = [v for v in read if producer_of(v) in self._of and self._end(v) < end]
+        kept = [v for v in made if self._end(v) > self._rank[a]]
+        return sum(map(bytes_of, waiting)) - sum(map(bytes_of, kept))
+
+    def _end(self, value: fx.Node) -> int:
+        """Rank of the last reader of a value; the number of ops if it is returned."""
+        if value in self._returned:
+            return len(self._rank)
+        return max(self._rank[self._of[op]] for op in self._readers[value])
