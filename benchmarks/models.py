@@ -207,7 +207,8 @@ ARCHITECTURES: dict[str, Callable[[], Built]] = {
     "gpt-neox": lambda: causal("GPTNeoX"),
     "mistral": lambda: llama_like("Mistral", sliding_window=8),
     "qwen2": lambda: llama_like("Qwen2"),
-    "gemma2": lambda: llama_like("Gemma2", head_dim=8, sliding_window=8),
+    # in float64, a token whose window is all padding makes eager's loss NaN
+    "gemma2": lambda: llama_like("Gemma2", head_dim=8, sliding_window=16),
     "mixtral": lambda: llama_like("Mixtral", num_local_experts=4),
     "qwen2-moe": lambda: llama_like("Qwen2Moe", shared_expert_intermediate_size=32, **MOE),
     "mamba": lambda: causal("Mamba", state_size=8, use_associative_scan=False),
