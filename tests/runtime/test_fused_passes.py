@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coop_plan.runtime.capture.graph_builder import GETITEM
 from coop_plan.runtime.fused.clusters import clusters_of
-from coop_plan.runtime.fused.in_kernel import recompute_in_kernels
+from coop_plan.runtime.fused.in_kernel import MOST_READ, recompute_in_kernels
 from coop_plan.runtime.fused.ops import bytes_of, producer_of, storage_of
 from coop_plan.runtime.fused.regions import fuse_regions, region
 from coop_plan.runtime.torch_internals import inductor
@@ -176,6 +176,33 @@ def test_the_backward_is_not_given_what_it_makes_in_its_kernels(product):
     backward = set(graph.nodes) - forward
     assert any(user in backward for user in made.users)
     assert any(user in backward for user in y.users) == product
+
+
+@pytest.mark.parametrize("depth", [4, 8, 16, 32])
+def test_the_backward_of_a_layer_does_not_begin_with_all_layers(depth):
+    """Of y = x + tanh(x w) + tanh(y w) + ..., each sum could be made of the one before it."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+    state, weight, gradient = map(graph.placeholder, ("primals_1", "primals_2", "tangents_1"))
+    products = []
+    for _ in range(depth):
+        inner = graph.call_function(aten.sin.default, (state,))
+        made = graph.call_function(aten.mm.default, (inner, weight))
+        last = graph.call_function(aten.tanh.default, (made,))
+        state = graph.call_function(aten.add.Tensor, (state, last))
+        products.append((state, made))
+    results = [state]
+    for state, made in reversed(products):
+        for read in (state, made):
+            gradient = graph.call_function(aten.mul.Tensor, (gradient, read))
+        gradient = graph.call_function(aten.mm.default, (gradient, weight))
+    graph.output((*results, gradient))
+    with mode:
+        for node in graph.nodes:
+            node.meta["val"] = torch.empty(64, 64)
+    module = fx.GraphModule({}, graph)
+    fuse_regions(module, 1)
+    for node in module.graph.find_nodes(op="call_function", target=region):
+        assert len(node.all_input_nodes) <= 2 + MOST_READ
 
 
 @pytest.mark.parametrize("seed", range(12))

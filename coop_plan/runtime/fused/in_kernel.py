@@ -2,7 +2,9 @@
 
 A region of the backward that reads a result of the forward can compute it again from what it reads
 anyway, without a pass over memory. A result is computed again if pointwise ops make it from
-tensors that the backward is given anyway. So the backward is given strictly fewer bytes.
+tensors that the backward is given anyway. So the backward is given strictly fewer bytes. Each copy
+is made of these alone: of a chain of results, each made of the one before, the backward would begin
+with the whole chain, and keep it.
 """
 
 from collections.abc import Iterator
@@ -15,6 +17,9 @@ from coop_plan.runtime.torch_internals.joint_graphs import CHECKPOINT_KEYS
 
 MOST_OPS = 24
 """Most ops that are copied into the backward for one result."""
+
+MOST_READ = 3
+"""Most tensors that are not small and are read to compute one result again."""
 
 SMALL = 16
 """A tensor of at most 1/16 of a result's bytes is kept for it, such as the statistics of a norm."""
@@ -39,7 +44,7 @@ def recompute_in_kernels(graph: fx.Graph, forward: set[fx.Node], results: set[fx
     kept |= {read for read, by in readers.items() if not all(map(is_fusible, by))}
     candidates = [n for n in readers if n not in kept and is_pointwise(n) and is_fusible(n)]
     given = set(readers) | kept
-    for node in sorted(candidates, reverse=True):  # by position in the graph
+    for node in sorted(candidates):  # by position in the graph
         given.discard(node)
         recipe = _recipe(node, given)
         if recipe is None:
@@ -52,13 +57,17 @@ def _recipe(node: fx.Node, given: set[fx.Node]) -> list[fx.Node] | None:
     """Nodes, in order, that make `node` of what the backward is given; None if no few do."""
     found: list[fx.Node] = []
     seen: set[fx.Node] = set()
+    read: set[fx.Node] = set()
 
     def add(needed: fx.Node) -> bool:
         if needed in seen or needed.op in ("placeholder", "get_attr"):
             return True
-        small = bytes_of(needed) * SMALL <= bytes_of(node)
-        if needed is not node and not is_view(needed) and (small or needed in given):
-            return True
+        if needed is not node and not is_view(needed):
+            if bytes_of(needed) * SMALL <= bytes_of(node):
+                return True
+            if needed in given:
+                read.add(needed)
+                return len(read) <= MOST_READ
         made = is_pointwise(needed) or is_creation(needed)
         if not (is_view(needed) or (made and is_fusible(needed))):
             return False
