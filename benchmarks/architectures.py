@@ -269,6 +269,9 @@ class FusedComparison(Comparison):
             }
             with Narrow() as narrow:
                 wide = copy.deepcopy(self.origin)
+                config = getattr(wide, "config", None)
+                if hasattr(config, "_experts_implementation"):
+                    config._experts_implementation = "eager"  # a grouped product takes no float64
                 train(wide, self.step_of(wide), self.batch)
             self.narrow = narrow.found
             found, exact = self._compared()
