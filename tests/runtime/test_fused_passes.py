@@ -129,6 +129,42 @@ def test_the_terms_of_a_sum_do_not_wait_for_its_last_one(seed):
     assert live_peak(module.graph) <= before + bytes_of(total)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_readers_of_one_tensor_are_no_region_larger_than_any_op(seed):
+    """As both factors' gradients of a product, each of which reads the product's gradient."""
+    draw, mode = random.Random(seed), FakeTensorMode()
+    graph = fx.Graph()
+    weight, large = map(graph.placeholder, ("primals_1", "primals_2"))
+    shared = graph.call_function(aten.mm.default, (weight, weight))
+    total = None
+    for _ in range(draw.randint(4, 12)):
+        other = graph.call_function(aten.mm.default, (weight, weight))
+        made = graph.call_function(aten.mul.Tensor, (shared, other))
+        total = graph.call_function(aten.mm.default, (made, total or weight))
+    tall = graph.call_function(aten.mm.default, (large, total))
+    graph.output((graph.call_function(aten.mm.default, (tall, weight)),))
+    rows = draw.choice([64, 128, 512])
+    with mode:
+        for node in graph.nodes:
+            node.meta["val"] = torch.empty(64, 64)
+        for node in (large, tall):
+            node.meta["val"] = torch.empty(rows, 64)
+    module = fx.GraphModule({}, graph)
+
+    def working_sets():
+        for node in module.graph.nodes:
+            made = [user for user in node.users if user.target is GETITEM] or [node]
+            read = [n for n in map(storage_of, node.all_input_nodes) if n.op == "call_function"]
+            if node.op == "call_function" and node.target is not GETITEM:
+                yield sum(map(bytes_of, {*read, *made}))
+
+    most = max(working_sets())
+    fuse_regions(module, 1)
+    assert max(working_sets()) <= most
+    merged = bool(module.graph.find_nodes(op="call_function", target=region))
+    assert merged == (rows == 512)
+
+
 def test_random_ops_keep_their_order():
     """A region of the first op and the last would need the second draw before the first."""
     graph, mode = fx.Graph(), FakeTensorMode()

@@ -20,6 +20,7 @@ def clusters_of(
     Producers are merged with consumers, then ops that read the same large tensor. Two clusters stay
     apart if inputs of the earlier one would wait for the other, and with more bytes than its
     results and the largest result of an op have: of a long sum, each term would wait for the last.
+    Ops that only read one tensor also stay apart if their working set were larger than any op's.
 
     Args:
         ops: all ops of a graph, in program order.
@@ -28,6 +29,7 @@ def clusters_of(
     """
     largest = max(map(bytes_of, ops), default=0)
     found = _Clusters(ops, before, largest)
+    most_working = max((found.working_set(op) for op in ops), default=0)
     readers: dict[fx.Node, list[fx.Node]] = {}
     for op in ops:
         for read in dict.fromkeys(storage_of(argument) for argument in op.all_input_nodes):
@@ -42,7 +44,8 @@ def clusters_of(
         for half in dict.fromkeys(half_of[op] for op in siblings):
             first, *others = (op for op in siblings if half_of[op] == half)
             for op in others:
-                found.merge(first, op)
+                if found.working_set(first, op) <= most_working:
+                    found.merge(first, op)
     return [sorted(members) for members in found.members.values() if len(members) > 1]
 
 
@@ -112,6 +115,11 @@ class _Clusters:
                     edges[a].add(c)
                     back[c].add(a)
 
+    def working_set(self, *ops: fx.Node) -> int:
+        """Bytes that the clusters of some ops read and make if they are one."""
+        inside = {op for c in {self._of[op] for op in ops} for op in self.members[c]}
+        return sum(map(bytes_of, self._arguments(inside) | self._results(inside)))
+
     def _waiting_bytes(self, a: int, b: int) -> int:
         """Bytes that live longer if cluster `a` runs with the later `b`, less those that do not.
 
@@ -120,11 +128,18 @@ class _Clusters:
         if all(self._rank[c] <= self._rank[a] for c in self._inputs[b]):
             return 0  # b can run when a does
         inside, end = set(self.members[a]), self._rank[b]
+        waiting = [v for v in self._arguments(inside) if self._end(v) < end]
+        return sum(map(bytes_of, waiting)) - sum(map(bytes_of, self._results(inside)))
+
+    def _arguments(self, inside: set[fx.Node]) -> set[fx.Node]:
+        """Results of other ops that some ops read."""
+        read = {value for op in inside for value in self._reads[op]}
+        return {v for v in read if (maker := producer_of(v)) in self._of and maker not in inside}
+
+    def _results(self, inside: set[fx.Node]) -> set[fx.Node]:
+        """Values that some ops make and others read, or the graph returns."""
         made = {value for op in inside for value in self._made.get(op, ())}
-        read = {value for op in inside for value in self._reads[op]} - made
-        waiting = [v for v in read if producer_of(v) in self._of and self._end(v) < end]
-        kept = [v for v in made if self._end(v) > self._rank[a]]
-        return sum(map(bytes_of, waiting)) - sum(map(bytes_of, kept))
+        return {v for v in made if v in self._returned or not inside.issuperset(self._readers[v])}
 
     def _end(self, value: fx.Node) -> int:
         """Rank of the last reader of a value; the number of ops if it is returned."""
