@@ -7,8 +7,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from coop_plan.runtime.capture.graph_builder import GETITEM
-from coop_plan.runtime.fused.clusters import clusters_of
+from coop_plan.runtime.capture.graph_builder import GETITEM, is_view
+from coop_plan.runtime.fused.clusters import TIMES_LARGEST, clusters_of
 from coop_plan.runtime.fused.in_kernel import MOST_READ, recompute_in_kernels
 from coop_plan.runtime.fused.ops import bytes_of, producer_of, storage_of
 from coop_plan.runtime.fused.regions import fuse_regions, region
@@ -103,6 +103,27 @@ def live_peak(graph):
     )
 
 
+def largest_working_set(graph):
+    """Most bytes of results that an op reads and makes."""
+    ops = [n for n in graph.nodes if n.op == "call_function" and n.target is not GETITEM]
+
+    def values_of(op):
+        yield from [user for user in op.users if user.target is GETITEM] or [op]
+        yield from (v for v in map(storage_of, op.all_input_nodes) if v.op == "call_function")
+
+    return max(sum(map(bytes_of, set(values_of(op)))) for op in ops if not is_view(op))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_region_has_at_most_twice_the_working_set_of_an_op(seed):
+    module = drawn(seed, 120)
+    ops = len(module.graph.nodes)
+    most = TIMES_LARGEST * largest_working_set(module.graph)
+    fuse_regions(module, 1)
+    assert len(module.graph.nodes) < ops
+    assert largest_working_set(module.graph) <= most
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_the_terms_of_a_sum_do_not_wait_for_its_last_one(seed):
     """As the gradient of a weight that each step of a recurrent network reads."""
@@ -151,16 +172,9 @@ def test_readers_of_one_tensor_are_no_region_larger_than_any_op(seed):
             node.meta["val"] = torch.empty(rows, 64)
     module = fx.GraphModule({}, graph)
 
-    def working_sets():
-        for node in module.graph.nodes:
-            made = [user for user in node.users if user.target is GETITEM] or [node]
-            read = [n for n in map(storage_of, node.all_input_nodes) if n.op == "call_function"]
-            if node.op == "call_function" and node.target is not GETITEM:
-                yield sum(map(bytes_of, {*read, *made}))
-
-    most = max(working_sets())
+    most = largest_working_set(module.graph)
     fuse_regions(module, 1)
-    assert max(working_sets()) <= most
+    assert largest_working_set(module.graph) <= most
     merged = bool(module.graph.find_nodes(op="call_function", target=region))
     assert merged == (rows == 512)
 

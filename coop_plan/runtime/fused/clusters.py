@@ -9,6 +9,9 @@ from coop_plan.runtime.fused.ops import bytes_of, producer_of, storage_of
 SHARE_OF_LARGEST = 50
 """Ops that read one tensor are merged if it has at least 1/50 of the largest result's bytes."""
 
+TIMES_LARGEST = 2
+"""Most times the largest working set of an op that a producer and a consumer may have as one."""
+
 
 def clusters_of(
     ops: Sequence[fx.Node],
@@ -20,7 +23,8 @@ def clusters_of(
     Producers are merged with consumers, then ops that read the same large tensor. Two clusters stay
     apart if inputs of the earlier one would wait for the other, and with more bytes than its
     results and the largest result of an op have: of a long sum, each term would wait for the last.
-    Ops that only read one tensor also stay apart if their working set were larger than any op's.
+    They also stay apart if their working set were larger than `TIMES_LARGEST` times any op's, or
+    than any op's if they only read the same tensor: a region is run as a whole.
 
     Args:
         ops: all ops of a graph, in program order.
@@ -37,15 +41,14 @@ def clusters_of(
             if op not in half_of:
                 continue
             if maker in half_of and half_of[maker] == half_of[op]:
-                found.merge(maker, op)
+                found.merge(maker, op, TIMES_LARGEST * most_working)
             if bytes_of(read) * SHARE_OF_LARGEST >= largest:
                 readers.setdefault(read, []).append(op)
     for siblings in readers.values():
         for half in dict.fromkeys(half_of[op] for op in siblings):
             first, *others = (op for op in siblings if half_of[op] == half)
             for op in others:
-                if found.working_set(first, op) <= most_working:
-                    found.merge(first, op)
+                found.merge(first, op, most_working)
     return [sorted(members) for members in found.members.values() if len(members) > 1]
 
 
@@ -83,10 +86,10 @@ class _Clusters:
         for value in dict.fromkeys((*self._readers, *self._returned)):
             self._made.setdefault(producer_of(value), []).append(value)
 
-    def merge(self, one: fx.Node, other: fx.Node) -> None:
+    def merge(self, one: fx.Node, other: fx.Node, most_working: int) -> None:
         """Merge the clusters of two ops, unless a path from one to the other leaves both.
 
-        They also stay apart if too many bytes would wait (`clusters_of`).
+        They also stay apart if too many bytes would wait, or be read and made (`clusters_of`).
         """
         a, b = sorted((self._of[one], self._of[other]), key=self._rank.__getitem__)
         begin, end = self._rank[a], self._rank[b]
@@ -98,6 +101,8 @@ class _Clusters:
         if a == b or not after.isdisjoint(self._inputs[b] - {a}):
             return
         if self._waiting_bytes(a, b) > self._most_waiting:
+            return
+        if self.working_set(one, other) > most_working:
             return
         between = self._order[begin + 1 : end]
         order = [c for c in between if c not in after]
