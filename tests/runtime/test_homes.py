@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -366,3 +366,117 @@ def test_the_slab_is_freed_with_the_parameters():
     torch._dynamo.reset()
     gc.collect()
     assert process_bytes()[0] < before + own
+
+
+def renew(model, optimizer, held):
+    """A parameter is exchanged after a numpy array was made of it, which is held."""
+    weight = model.layers[0].weight
+    held.append(torch.from_numpy(weight.detach().numpy()))
+    weight.data = weight.data.clone()
+
+
+def hold(model, optimizer, held):
+    held += [p.data for p in model.parameters()] + state_of(nn.Module(), optimizer)
+    held += [v for one in optimizer.state.values() for v in one.values()]
+
+
+def forget(model, optimizer, held):
+    hold(model, optimizer, held)
+    held.append(dict(optimizer.state))
+    optimizer.state.clear()
+
+
+def remember(model, optimizer, held):
+    for states in held:
+        if isinstance(states, dict):
+            optimizer.state.update(states)
+
+
+def flatten(model, optimizer, held):
+    """All parameters become views of one tensor."""
+    hold(model, optimizer, held)
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(vector, model.parameters())
+
+
+def exchange(model, optimizer, held):
+    first, second = model.layers[1].weight, model.layers[2].weight
+    first.data, second.data = second.data, first.data
+    states = optimizer.state
+    states[first], states[second] = states[second], states[first]
+
+
+def reload(model, optimizer, held):
+    hold(model, optimizer, held)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+CHANGES = [renew, hold, forget, remember, flatten, exchange, reload]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    optimizer=st.sampled_from(["momentum", "adamw"]),
+    changes=st.lists(st.tuples(st.sampled_from(CHANGES), st.sampled_from([8, 16])), max_size=5),
+)
+@example("adamw", [(forget, 8), (remember, 8)])
+@example("momentum", [(renew, 8), (hold, 16)])
+@example("momentum", [(flatten, 8), (renew, 16)])
+def test_what_the_user_does_between_iterations_is_as_in_eager(optimizer, changes):
+    """Tensors that the user still holds have the numbers that they have in eager."""
+    torch._dynamo.reset()
+    pair = Pair(Mlp, optimizer, "min")
+    ours, theirs = [], []
+    pair.run(0)
+    for step, (change, rows) in enumerate(changes):
+        change(pair.ours, pair.mine, ours)
+        change(pair.theirs, pair.other, theirs)
+        batch = pair.ours.batch(step + 1, rows)
+        losses, _ = eager(pair.theirs.loss, pair.other, [batch], None)
+        assert equal([pair.iteration(batch)], losses)
+        assert pair.equal()
+        tensors = [[v for v in held if torch.is_tensor(v)] for held in (ours, theirs)]
+        assert equal(*tensors)
+
+
+class Waves(Mlp):
+    """Two complex weights, one of which is a conjugate of its memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.waves = nn.ParameterList(
+            nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64)) for _ in range(2)
+        )
+        self.waves[0].data = self.waves[0].data.conj()
+
+    def loss(self, batch):
+        return super().loss((batch.to(torch.complex64) @ self.waves[0] @ self.waves[1]).abs())
+
+
+def test_complex_weights_may_be_conjugates():
+    pair = Pair(Waves, "sgd", "min")
+    for step in range(3):
+        batch = pair.ours.batch(step)
+        losses, _ = eager(pair.theirs.loss, pair.other, [batch], None)
+        assert equal([pair.iteration(batch)], losses)
+        assert pair.equal()
+    assert len(coop_plan.reports()[-1].plan.homes) == 2 * 6 + 1
+
+
+@pytest.mark.parametrize("kind", ["float32", "numpy"])
+def test_states_that_cannot_have_homes_stay(kind):
+    """Those of another dtype than measured, and those that are a numpy array's memory."""
+    pair = Pair(Mlp, "momentum", "min")
+    for model, optimizer in ((pair.ours, pair.mine), (pair.theirs, pair.other)):
+        eager(model.loss, optimizer, [model.batch(0)], None)
+        if kind == "float32":
+            model.double()
+            continue
+        for one in optimizer.state.values():
+            one["momentum_buffer"] = torch.from_numpy(one["momentum_buffer"].numpy())
+    for step in range(3):
+        batch = pair.ours.batch(step).to(pair.ours.layers[0].weight.dtype)
+        losses, _ = eager(pair.theirs.loss, pair.other, [batch], None)
+        assert equal([pair.iteration(batch)], losses)
+        assert pair.equal()
+    assert len(coop_plan.reports()[-1].plan.homes) == 2 * 6

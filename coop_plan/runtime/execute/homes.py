@@ -47,8 +47,15 @@ def can_move(tensor: torch.Tensor) -> bool:
         and tensor.numel() > 0
         and tensor.storage_offset() == 0
         and elements_spanned(tensor) * tensor.element_size() == storage.nbytes()
+        and not (tensor.is_conj() or tensor.is_neg())  # of which a copy's bytes are not the values
         and not _has_to_stay(storage)
     )
+
+
+def have_home(states: Sequence[torch.UntypedStorage], parts: Sequence[int]) -> bool:
+    """True if states may have a home of these parts (bytes), or are not made yet."""
+    sizes = sorted(storage.nbytes() for storage in states)
+    return not any(map(_has_to_stay, states)) and sizes in ([], sorted(parts))
 
 
 @dataclass(frozen=True)
@@ -77,27 +84,41 @@ class Homes:
         Raises:
             RuntimeRefusalError: memory of a resident has to stay, or has another size.
         """
-        former, former_homes = self.slab, self._homes.values()
-        if residents is not self._owner:
+        former, former_homes, left = self.slab, self._homes.values(), [*self._left()]
+        if residents is not self._owner or any(map(_has_to_stay, left)):
             homes = {
                 home.tensor: _Home(home.host_offset, residents[home.tensor]) for home in plan.homes
             }
             for home in (*former_homes, *homes.values()):
-                for storage in (*home.present.values(), *home.resident.storages()):
+                for storage in home.resident.storages():
                     _check_movable(storage)
             size = plan.host_arena_bytes if homes else 0
             self.slab = torch.empty(size, dtype=torch.uint8, device="cpu")
             self._homes, self._owner = homes, residents
+        for storage in left:
+            if not _has_to_stay(storage):  # else it keeps the former slab
+                _move(storage, _own_memory(storage))
         for home in self._homes.values():
             self._place(home)
         if former is not self.slab and former is not None:
             for home in former_homes:
                 for offset, storage in home.present.items():
-                    if storage.data_ptr() == former.data_ptr() + home.offset + offset:
+                    at_home = storage.data_ptr() == former.data_ptr() + home.offset + offset
+                    if at_home and not _has_to_stay(storage):
                         _move(storage, _own_memory(storage))
 
+    def _left(self) -> Iterator[torch.UntypedStorage]:
+        """Storages at a home that are no longer its resident's: the user may hold them."""
+        for home in self._homes.values():
+            assert self.slab is not None
+            base = self.slab.data_ptr() + home.offset
+            now = {storage.data_ptr() for storage in home.resident.storages()}
+            for offset, storage in home.present.items():
+                if storage.data_ptr() == base + offset and base + offset not in now:
+                    yield storage
+
     def _place(self, home: _Home) -> None:
-        """Let the storages of a home have its parts; others there get memory of their own."""
+        """Let the storages of a home have its parts."""
         assert self.slab is not None
         base, parts = self.slab.data_ptr() + home.offset, home.resident.parts
         free, placed = dict(zip(part_offsets(parts), parts, strict=True)), {}
@@ -118,9 +139,6 @@ class Homes:
                     f" {storage.nbytes()}: make another train_iteration, or load what it had"
                 )
             del free[found]
-            before = home.present.get(found)
-            if before is not None and before.data_ptr() == base + found:
-                _move(before, _own_memory(before))
             _move(storage, self._memory(home.offset + found, storage.nbytes()))
             placed[found] = storage
         home.present.clear()

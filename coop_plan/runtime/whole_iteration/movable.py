@@ -10,7 +10,7 @@ import torch
 
 from coop_plan.runtime.capture.graph_builder import UPDATE
 from coop_plan.runtime.capture.joint_graph import Captured
-from coop_plan.runtime.execute.homes import Resident, can_move
+from coop_plan.runtime.execute.homes import Resident, can_move, have_home
 from coop_plan.runtime.execute.lower_to_fx import inputs_of
 from coop_plan.runtime.op_profile import parts_bytes
 from coop_plan.runtime.torch_internals.ops import storage_key
@@ -44,7 +44,7 @@ def movable_residents(
             continue
         position: Any = node.args[1]
         update, parts = updates[position], node.meta[UPDATE].profile.state_parts
-        if parts:
+        if parts and have_home(update.state_storages(), parts):
             name = f"states of a parameter of shape {tuple(update.parameter.shape)}"
             states = Resident(name, parts, update.state_storages, None)
             found |= dict.fromkeys(op.inputs[2:], states)

@@ -176,8 +176,11 @@ class TrainIteration:
         One trace serves other parameters of equal shapes, too, and other groups.
         """
         updates = self._updates.among(inputs)
-        frozen = traced.static if self._options.plan.link else ()
-        key = self._updates.key(updates), *(id(inputs[at]) for at in frozen)
+        movable = [inputs[at] for at in traced.static] if self._options.plan.link else ()
+        key = (
+            self._updates.key(updates),
+            *((id(value), value.untyped_storage().nbytes()) for value in movable),
+        )
         plans = self._plans.setdefault(traced, {})
         if key not in plans:
             plans[key] = self._planned(traced, updates, inputs)
