@@ -462,6 +462,27 @@ def test_complex_weights_may_be_conjugates():
     assert len(coop_plan.reports()[-1].plan.homes) == 2 * 6 + 1
 
 
+class Masked(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(WIDTH, WIDTH))
+
+    def loss(self, batch):
+        return super().loss(batch @ self.mask)
+
+
+def test_buffers_that_are_exchanged_share_a_plan():
+    pair = Pair(Masked, "momentum", "min")
+    held, report = [], pair.run(0)
+    assert len(report.plan.homes) == 2 * 2 * 6 + 1
+    for step in range(1, 4):
+        for model in (pair.ours, pair.theirs):
+            held.append(model.mask)
+            model.mask = torch.full((WIDTH, WIDTH), 0.1 * step)
+        assert pair.run(step) is report
+    assert equal(held[::2], held[1::2])
+
+
 @pytest.mark.parametrize("kind", ["float32", "numpy"])
 def test_states_that_cannot_have_homes_stay(kind):
     """Those of another dtype than measured, and those that are a numpy array's memory."""

@@ -25,18 +25,26 @@ Copy = list[torch.Tensor]
 """Copy of a home in the arena: a tensor for each part, none if the states are not made yet."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Resident:
-    """A movable resident: a parameter, or its states (`parameter` is None).
+    """A movable resident: a parameter or buffer, or the states of a parameter.
 
-    `name` is for messages. `parts` are the bytes of its storages. `storages` returns them, none if
-    they are not made yet.
+    `name` is for messages. `parts` are the bytes of its storages. `states` returns those of states,
+    none if they are not made yet. Else `parameter` is input number `position` of the last call.
     """
 
     name: str
     parts: Sequence[int]
-    storages: Callable[[], list[torch.UntypedStorage]]
-    parameter: torch.Tensor | None
+    states: Callable[[], list[torch.UntypedStorage]] | None = None
+    parameter: torch.Tensor | None = None
+    position: int | None = None
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Its storages, as they are now."""
+        if self.parameter is not None:
+            return [self.parameter.untyped_storage()]
+        assert self.states is not None
+        return self.states()
 
 
 def can_move(tensor: torch.Tensor) -> bool:

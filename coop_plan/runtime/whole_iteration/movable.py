@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ def movable_residents(
         update, parts = updates[position], node.meta[UPDATE].profile.state_parts
         if parts and have_home(update.state_storages(), parts):
             name = f"states of a parameter of shape {tuple(update.parameter.shape)}"
-            states = Resident(name, parts, update.state_storages, None)
+            states = Resident(name, parts, update.state_storages)
             found |= dict.fromkeys(op.inputs[2:], states)
     primals = inputs_of(captured)
     for at in {*static, *updates}:
@@ -56,12 +55,8 @@ def movable_residents(
         size = value.untyped_storage().nbytes()
         if captured.graph.tensors[t].bytes == size:
             name = f"elements of a parameter of shape {tuple(value.shape)}"
-            found[t] = Resident(name, (size,), partial(_storages, value), value)
+            found[t] = Resident(name, (size,), parameter=value, position=at)
     return found
-
-
-def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    return [tensor.untyped_storage()]
 
 
 def with_movable(captured: Captured, residents: Mapping[int, Resident]) -> Captured:

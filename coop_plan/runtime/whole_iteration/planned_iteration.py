@@ -81,6 +81,9 @@ class PlannedIteration:
             compiled, made_now = self._making_states(without)
         pool = self._pools.of_thread()
         invocation = Invocation(self.report.name, compiled, pool, [])
+        for resident in self._residents.values():
+            if resident.position is not None:
+                resident.parameter = inputs[resident.position]
         self._homes.begin(self._plan, self._residents)
         with pool.entering():
             pool.allocate(invocation)

@@ -179,7 +179,7 @@ class TrainIteration:
         movable = [inputs[at] for at in traced.static] if self._options.plan.link else ()
         key = (
             self._updates.key(updates),
-            *((id(value), value.untyped_storage().nbytes()) for value in movable),
+            *(value.untyped_storage().nbytes() for value in movable),
         )
         plans = self._plans.setdefault(traced, {})
         if key not in plans:
