@@ -497,3 +497,24 @@ def test_states_that_cannot_have_homes_stay(kind):
     for step in range(3):
         pair.compare(pair.ours.batch(step).to(pair.ours.layers[0].weight.dtype))
     assert len(coop_plan.reports()[-1].plan.homes) == 2 * 6
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_state_that_is_a_parameter_is_not_moved_twice(planned):
+    """It stays on the device if the plan knows of it, else the call is refused."""
+    pair = Pair(Mlp, "momentum", "min")
+    for model, optimizer in ((pair.ours, pair.mine), (pair.theirs, pair.other)):
+        if planned:
+            eager(model.loss, optimizer, [model.batch(0)], None)
+            weight = model.layers[0].weight
+            optimizer.state[weight]["momentum_buffer"] = weight.data
+    pair.run(0)
+    if planned:
+        assert len(coop_plan.reports()[-1].plan.homes) == 2 * (2 * 6 - 1)
+        return
+    weight = pair.ours.layers[0].weight
+    pair.mine.state[weight]["momentum_buffer"] = weight.data
+    before = copy.deepcopy(pair.ours.state_dict())
+    with pytest.raises(RuntimeRefusalError, match="share"):
+        pair.iteration(pair.ours.batch(1))
+    assert equal([*before.values()], [*pair.ours.state_dict().values()])

@@ -8,7 +8,7 @@ A home of states has one part for each storage. An update that makes them alloca
 arena, at the addresses of a copy of their home.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,8 +90,9 @@ class Homes:
         `residents` are the movable residents of the plan's graph, by tensor id.
 
         Raises:
-            RuntimeRefusalError: memory of a resident has to stay, or has another size.
+            RuntimeRefusalError: memory of a resident has to stay, has another size, or is shared.
         """
+        _check_unshared(residents[home.tensor] for home in plan.homes)
         former, former_homes, left = self.slab, self._homes.values(), [*self._left()]
         if residents is not self._owner or any(map(_has_to_stay, left)):
             homes = {
@@ -217,6 +218,18 @@ class Homes:
 def _has_to_stay(storage: torch.UntypedStorage) -> bool:
     """True if a numpy array was made of the storage, or other processes share it."""
     return not storage.resizable() or storage.is_shared()
+
+
+def _check_unshared(residents: Iterable[Resident]) -> None:
+    owner: dict[int, Resident] = {}
+    for resident in residents:
+        for storage in resident.storages():
+            if owner.setdefault(storage.data_ptr(), resident) is not resident:
+                names = f"{owner[storage.data_ptr()].name} and {resident.name}"
+                raise RuntimeRefusalError(
+                    f"{names} were planned apart, and now share {storage.nbytes()} bytes: make a"
+                    " clone of one, or another train_iteration"
+                )
 
 
 def _check_movable(storage: torch.UntypedStorage) -> None:

@@ -12,7 +12,6 @@ from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.execute.homes import Resident, can_move, have_home
 from coop_plan.runtime.execute.lower_to_fx import inputs_of
 from coop_plan.runtime.op_profile import parts_bytes
-from coop_plan.runtime.torch_internals.ops import storage_key
 from coop_plan.runtime.whole_iteration.updates import ParameterUpdate
 
 
@@ -25,7 +24,8 @@ def movable_residents(
     """The residents of a captured iteration that may move, by tensor id.
 
     These are parameters that are updated, with their states, and static inputs that are only read:
-    frozen weights. Each has a storage of its own, which it fills. On CUDA there are none.
+    frozen weights. Each has a storage of its own, which it fills, and no state of another parameter
+    is there. On CUDA there are none.
 
     Args:
         captured: the iteration.
@@ -35,7 +35,11 @@ def movable_residents(
     """
     if captured.device.type != "cpu":
         return {}
-    owners = Counter(storage_key(value) for value in inputs if isinstance(value, torch.Tensor))
+    owners = Counter(
+        value.untyped_storage().data_ptr() for value in inputs if isinstance(value, torch.Tensor)
+    )
+    for update in updates.values():
+        owners.update(storage.data_ptr() for storage in update.state_storages())
     written, found = set[int](), dict[int, Resident]()
     for node, op in zip(captured.ops, captured.graph.ops, strict=True):
         if UPDATE not in node.meta:
@@ -43,14 +47,20 @@ def movable_residents(
             continue
         position: Any = node.args[1]
         update, parts = updates[position], node.meta[UPDATE].profile.state_parts
-        if parts and have_home(update.state_storages(), parts):
+        states = update.state_storages()
+        alone = all(owners[storage.data_ptr()] == 1 for storage in states)
+        if parts and alone and have_home(states, parts):
             name = f"states of a parameter of shape {tuple(update.parameter.shape)}"
-            states = Resident(name, parts, update.state_storages)
-            found |= dict.fromkeys(op.inputs[2:], states)
+            found |= dict.fromkeys(op.inputs[2:], Resident(name, parts, update.state_storages))
     primals = inputs_of(captured)
     for at in {*static, *updates}:
         value, (t,) = inputs[at], captured.storages[primals[at]]
-        if t is None or t in written or owners[storage_key(value)] > 1 or not can_move(value):
+        if (
+            t is None
+            or t in written
+            or owners[value.untyped_storage().data_ptr()] > 1
+            or not can_move(value)
+        ):
             continue
         size = value.untyped_storage().nbytes()
         if captured.graph.tensors[t].bytes == size:
