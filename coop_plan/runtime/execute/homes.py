@@ -8,7 +8,8 @@ A home of states has one part for each storage. An update that makes them alloca
 arena, at the addresses of a copy of their home.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,23 +93,26 @@ class Homes:
         Raises:
             RuntimeRefusalError: memory of a resident has to stay, has another size, or is shared.
         """
-        _check_unshared(residents[home.tensor] for home in plan.homes)
-        former, former_homes, left = self.slab, self._homes.values(), [*self._left()]
-        if residents is not self._owner or any(map(_has_to_stay, left)):
+        now = [residents[home.tensor].storages() for home in plan.homes]
+        _check_unshared(plan, residents, now)
+        former, former_homes = self.slab, self._homes.values()
+        is_same = residents is self._owner
+        before = now if is_same else [home.resident.storages() for home in former_homes]
+        left = [*self._left(before)]
+        if not is_same or any(map(_has_to_stay, left)):
             homes = {
                 home.tensor: _Home(home.host_offset, residents[home.tensor]) for home in plan.homes
             }
-            for home in (*former_homes, *homes.values()):
-                for storage in home.resident.storages():
-                    _check_movable(storage)
+            for storage in itertools.chain(*before, *now):
+                _check_movable(storage)
             size = plan.host_arena_bytes if homes else 0
             self.slab = torch.empty(size, dtype=torch.uint8, device="cpu")
             self._homes, self._owner = homes, residents
         for storage in left:
             if not _has_to_stay(storage):  # else it keeps the former slab
                 _move(storage, _own_memory(storage))
-        for home in self._homes.values():
-            self._place(home)
+        for home, storages in zip(self._homes.values(), now, strict=True):
+            self._place(home, storages)
         if former is not self.slab and former is not None:
             for home in former_homes:
                 for offset, storage in home.present.items():
@@ -116,23 +120,28 @@ class Homes:
                     if at_home and not _has_to_stay(storage):
                         _move(storage, _own_memory(storage))
 
-    def _left(self) -> Iterator[torch.UntypedStorage]:
-        """Storages at a home that are no longer its resident's: the user may hold them."""
-        for home in self._homes.values():
+    def _left(
+        self, residents: Sequence[Sequence[torch.UntypedStorage]]
+    ) -> Iterator[torch.UntypedStorage]:
+        """Storages at a home that are no longer its resident's: the user may hold them.
+
+        `residents` has the storages of each home's resident.
+        """
+        for home, storages in zip(self._homes.values(), residents, strict=True):
             assert self.slab is not None
             base = self.slab.data_ptr() + home.offset
-            now = {storage.data_ptr() for storage in home.resident.storages()}
+            now = {storage.data_ptr() for storage in storages}
             for offset, storage in home.present.items():
                 if storage.data_ptr() == base + offset and base + offset not in now:
                     yield storage
 
-    def _place(self, home: _Home) -> None:
-        """Let the storages of a home have its parts."""
+    def _place(self, home: _Home, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Let the storages of a home's resident have its parts."""
         assert self.slab is not None
         base, parts = self.slab.data_ptr() + home.offset, home.resident.parts
         free, placed = dict(zip(part_offsets(parts), parts, strict=True)), {}
         missing = []
-        for storage in home.resident.storages():
+        for storage in storages:
             offset = storage.data_ptr() - base
             if free.get(offset) == storage.nbytes():
                 placed[offset] = storage
@@ -220,16 +229,22 @@ def _has_to_stay(storage: torch.UntypedStorage) -> bool:
     return not storage.resizable() or storage.is_shared()
 
 
-def _check_unshared(residents: Iterable[Resident]) -> None:
-    owner: dict[int, Resident] = {}
-    for resident in residents:
-        for storage in resident.storages():
-            if owner.setdefault(storage.data_ptr(), resident) is not resident:
-                names = f"{owner[storage.data_ptr()].name} and {resident.name}"
+def _check_unshared(
+    plan: Plan,
+    residents: Mapping[int, Resident],
+    storages: Sequence[Sequence[torch.UntypedStorage]],
+) -> None:
+    """Raise if storages of two homes of a plan have one memory; `storages` has those of each."""
+    owner: dict[int, str] = {}
+    for home, parts in zip(plan.homes, storages, strict=True):
+        name = residents[home.tensor].name
+        for storage in parts:
+            if storage.data_ptr() in owner:
                 raise RuntimeRefusalError(
-                    f"{names} were planned apart, and now share {storage.nbytes()} bytes: make a"
-                    " clone of one, or another train_iteration"
+                    f"{owner[storage.data_ptr()]} and {name} were planned apart, and now share"
+                    f" {storage.nbytes()} bytes: make a clone of one, or another train_iteration"
                 )
+            owner[storage.data_ptr()] = name
 
 
 def _check_movable(storage: torch.UntypedStorage) -> None:
