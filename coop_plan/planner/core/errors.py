@@ -70,6 +70,8 @@ class InfeasibleBudgetError(ValueError):
         clauses.append(blocked)
         if unused:
             clauses.append(f"{method} does not use the graph's {' and '.join(unused)}")
+        if min_feasible_bytes is None and met_bytes is not None:
+            clauses.append("budget min is the smallest it can meet")
         super().__init__("; ".join(clauses))
 
     def with_smallest(self, min_feasible_bytes: int) -> "InfeasibleBudgetError":
