@@ -11,6 +11,10 @@ torch = pytest.importorskip("torch")
 from coop_plan import runtime  # noqa: E402
 from coop_plan.planner.cache_files import cache_dir  # noqa: E402
 from coop_plan.runtime.device import build  # noqa: E402
+from coop_plan.runtime.offline_capture import fake_device  # noqa: E402
+from tests.runtime import forked  # noqa: E402
+
+SERVE = "from coop_plan.runtime.offline_capture import fake_device; fake_device.serve_captures()"
 
 
 def pytest_collection_modifyitems(items):
@@ -26,6 +30,19 @@ def clean_slate(own_cache):
     torch._dynamo.reset()
     runtime.clear_reports()
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def forked_captures(monkeypatch):
+    """Processes that capture for absent devices are forks, which need not import PyTorch."""
+
+    def child(self, spec):
+        if spec.kind not in self._children:
+            libraries = fake_device.preload_libraries(spec)
+            self._children[spec.kind] = forked.Forked(SERVE, libraries=libraries)
+        return self._children[spec.kind]
+
+    monkeypatch.setattr(fake_device.OfflineCapture, "_child", child)
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ import contextlib
 import json
 import os
 import random
-import subprocess
-import sys
+import tempfile
 
 import msgspec
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from coop_plan.api.cli.main import main
 from coop_plan.runtime.offline_capture.devices import DeviceSpec
 from coop_plan.runtime.offline_capture.optimizer_spec import OPTIMIZERS
+from tests.runtime.forked import Forked
 
 SOURCE = """
 import random
@@ -220,15 +220,13 @@ def ask(importable, tmp_path, capsys):
 def trained(name, batch, optimizer, micro, update, options):
     """Peak of a process that trains by the printed options, and whether that was refused."""
     arguments = name, str(batch), optimizer, json.dumps(options), str(micro), update
-    ended = subprocess.run(
-        [sys.executable, "-c", TRAIN, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert ended.returncode == 0, ended.stderr
-    return int(ended.stdout), "refused" in ended.stderr
+    with tempfile.TemporaryFile() as errors:
+        process = Forked(TRAIN, *arguments, stderr=errors.fileno())
+        said, code = process.communicate()
+        errors.seek(0)
+        text = errors.read().decode()
+    assert code == 0, text
+    return int(said), "refused" in text
 
 
 @pytest.mark.parametrize(("name", "batch", "optimizer", "micro", "update"), CASES)
