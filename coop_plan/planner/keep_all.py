@@ -14,12 +14,6 @@ from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.placement.layout import WORK, Layout, lay_out
 from coop_plan.schemas.units import Budget
 
-MAX_OPS_APART = 2000
-"""Ops up to which keep-everything is also laid out without any in-place pairs.
-
-On larger graphs it is laid out without the pairs whose output is smaller.
-"""
-
 SMALL_PROBLEM_OPS = 100
 """Ops up to which arenas of keep-everything are searched to the last aligned byte."""
 
@@ -55,9 +49,10 @@ def lay_out_everything(
 def _with_fewer_pairs(schedule: Schedule) -> list[Schedule]:
     """The schedule without the pairs whose output is smaller, and without any, if it has such."""
     problem, arrays = schedule.problem, to_arrays(schedule.problem)
+    # A larger problem keeps the pairs of equal sizes: laying it out once more takes too long.
     equal = arrays.size[arrays.shares_out] == arrays.size[arrays.shares_in]
     choices = [] if equal.all() else [equal]
-    if equal.any() and problem.op_count <= MAX_OPS_APART:
+    if equal.any() and problem.op_count <= 2000:
         choices.append(np.zeros(equal.size, dtype=np.bool_))
     found = []
     for kept in choices:

@@ -31,9 +31,6 @@ from coop_plan.planner.heuristic.recompute_cost import (
 )
 from coop_plan.planner.heuristic.score_heap import heap_put, heap_remove
 
-POPS_PER_VICTIM = 16
-"""Most tensors taken from the heap for a pool of victims, as a multiple of the pool's size."""
-
 
 @njit
 def run_evictions(
@@ -235,7 +232,7 @@ def _fill_pool(a: Arrays, s: EvictionState, missing: int, position: int, small: 
     popped = 0
     # Pop until the smallest key is no better than the pool's worst; a stale key is updated and
     # pushed again.
-    while s.counts[c.HEAP_COUNT] > 0 and popped < POPS_PER_VICTIM * s.pool.size:
+    while s.counts[c.HEAP_COUNT] > 0 and popped < 16 * s.pool.size:
         t = s.tensor[c.HEAP, 0]
         if s.value[c.KEY, t] >= worst or (a.size[t] < s.small and not small):
             break

@@ -19,9 +19,6 @@ from coop_plan.planner.online.state import ArenaState, empty_arena
 MAX_RECOMPUTES_PER_OP = 30
 """Most recomputes, as a multiple of the program's ops; beyond, the run does not fit."""
 
-CHUNK_OPS = 256
-"""Ops between two checks of the time limit."""
-
 
 @dataclass(frozen=True)
 class OnlineRun:
@@ -129,11 +126,12 @@ def _simulate(
     while True:
         state = new_arena(record)
         status = DONE
-        for start in range(0, n, CHUNK_OPS):
+        chunk = 256  # ops between two checks of the time limit
+        for start in range(0, n, chunk):
             request.check_time()
             if request.progress is not None:
                 request.progress(Progress("simulating", start / n))
-            stop = min(start + CHUNK_OPS, n)
+            stop = min(start + chunk, n)
             status = advance(arrays, state, start, stop, max_events, rule, inplace)
             if status != DONE:
                 break

@@ -9,10 +9,6 @@ from coop_plan.planner.core.arrays import Flags, Floats, FloatTable, Ints, IntTa
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.online import columns as c
 
-UNLIMITED = 2**62
-"""Arena size that no step needs, bytes."""
-
-
 MIN_STALENESS_US = 1e-3
 """Lower bound on the staleness of a tensor in a score, µs."""
 
@@ -117,7 +113,7 @@ def empty_arena(
         state.op[c.FROM_RIGHT] = _is_expensive(problem)
     if capacity:
         state.block[[c.BLOCK_AT, c.HOLE_AT], 0] = 0
-        state.block[[c.BLOCK_SIZE, c.HOLE_SIZE], 0] = capacity if gaps else UNLIMITED
+        state.block[[c.BLOCK_SIZE, c.HOLE_SIZE], 0] = capacity if gaps else 1 << 62
         state.block[c.OWNER, 0] = c.FREE
         state.counts[c.BLOCKS] = state.counts[c.HOLES] = 1
     return state

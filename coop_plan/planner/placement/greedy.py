@@ -16,9 +16,6 @@ ORDERS = ("TAW", "TW", "WT", "A", "ZW")
 FIRST_FIT_MOST = 12_000
 """Buffers above which unconstrained instances are packed as skylines only, not by first fit."""
 
-DECAY = 0.95
-"""Decay of blame: the share kept from one pass of a chain to the next."""
-
 
 def placements(
     instance: Instance, hint: Ints | None, goal: int, seed: int, scans: int
@@ -85,16 +82,17 @@ class _Chain:
     def blame(
         self, instance: Instance, offsets: Ints, goal: int, random: np.random.Generator
     ) -> None:
+        decay = 0.95  # share of the blame that is kept from one pass to the next
         above = offsets * instance.alignment + instance.size > goal
         if self.stride:
             self.forward[above] += self.stride * random.random(int(above.sum()))
-            self.forward *= DECAY
+            self.forward *= decay
             return
         change = np.zeros(instance.sections + 1)
         np.add.at(change, instance.first[above], 1.0)
         np.add.at(change, instance.last[above], -1.0)
         count = change.cumsum()[:-1]
-        old = DECAY * self.weight if len(self.weight) else np.zeros(instance.sections)
+        old = decay * self.weight if len(self.weight) else np.zeros(instance.sections)
         self.weight = old + count / max(1.0, count.max(initial=0.0))
         share = spread(self.weight, instance.first, instance.last)
         self.forward = random.choice((0.1, 0.3, 1.0)) * share

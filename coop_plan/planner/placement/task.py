@@ -20,8 +20,7 @@ class Windows(NamedTuple):
     """Units that a member of a section occupies there, from its offset."""
 
 
-NONE = np.empty(0, np.int64)
-RECTANGLES = Windows(False, NONE, NONE, NONE, NONE)
+RECTANGLES = Windows(False, *[np.empty(0, np.int64)] * 4)
 
 
 class Task(NamedTuple):

@@ -10,8 +10,8 @@ import random
 import time
 from dataclasses import replace
 
-from coop_plan.planner.exact.model.milp import Answer, Milp, Outcome
-from coop_plan.planner.exact.model.timepoint import ROUNDING, TimePointModel
+from coop_plan.planner.exact.model.milp import ROUNDING, Answer, Milp, Outcome
+from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.solver.process import SolverProcess
 
 STEP_SECONDS = 3.0

@@ -53,9 +53,6 @@ from coop_plan.planner.heuristic.coop_offline import CoopOffline
 from coop_plan.planner.method import Request
 from coop_plan.planner.placement.layout import WORK, lay_out
 
-NO_TIME_LIMIT = 1e6
-"""Solver time limit without a deadline, s: work is counted instead."""
-
 SMALL_OPS = 60
 """Up to this many ops every op is a time point; programs are solved with a limit only."""
 
@@ -237,7 +234,7 @@ class VariantSearch:
     def _until(self, seconds: float) -> float:
         deadline = self.request.deadline
         if deadline is None:
-            return time.monotonic() + NO_TIME_LIMIT
+            return time.monotonic() + 1e6  # no limit: work is counted instead
         return min(time.monotonic() + seconds, deadline)
 
     def run(self, *, prove: bool = False) -> None:
