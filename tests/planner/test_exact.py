@@ -38,8 +38,6 @@ SETTINGS = settings(
 OUTPUTS = st.sampled_from(["outside", "arena", "gradients"])
 BUDGETS = {"outputs": OUTPUTS, "share": st.floats(0, 1), "alignment": st.sampled_from([1, 8])}
 
-pytestmark = pytest.mark.usefixtures("short_climb")
-
 
 def tight(graph, outputs, share, alignment):
     """

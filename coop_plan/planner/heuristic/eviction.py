@@ -43,7 +43,6 @@ def run_evictions(
     """
     enough = s.counts[c.EVENTS] + events
     while position < a.ops and s.counts[c.EVENTS] < enough:
-        _record_paid_costs(a, s, position)
         ops = _order_recomputes(a, s, position)
         for step in range(ops):
             op = s.op[c.ORDER, step]
@@ -59,18 +58,6 @@ def run_evictions(
             _free_retained(a, s, position)
         position += 1
     return -1, position, cost
-
-
-@inlined
-def _record_paid_costs(a: Arrays, s: EvictionState, position: int) -> None:
-    """Record the closure cost of each evicted input of the current op, for learned corrections."""
-    for k in range(a.reads_ptr[position], a.reads_ptr[position + 1]):
-        t = a.reads[k]
-        if s.tensor[c.LIVE, t] == 0:
-            slot = s.tensor[c.SLOT, t]
-            while slot < a.uses_ptr[t + 1] and a.uses[slot] < position:
-                slot += 1
-            s.paid[slot] = closure_cost(a, s, t, -1)
 
 
 @inlined
@@ -148,10 +135,6 @@ def _make_room(a: Arrays, s: EvictionState, need: int, position: int) -> bool:
         victim = _select_victim(a, s, s.counts[c.USED] + need - s.budget, position)
         if victim < 0:
             return False
-        # For learned corrections: the cost with which this eviction was chosen.
-        slot = s.tensor[c.SLOT, victim]
-        if slot < a.uses_ptr[victim + 1]:
-            s.expected[slot] = s.value[c.CLOSURE, victim]
         _free(a, s, victim)
         propagate_demand(a, s, victim, position)
         mark_relatives_dirty(a, s, victim, position)

@@ -13,7 +13,7 @@ class EvictionState(NamedTuple):
     one for tensors without a further use. With `cap` a victim's bytes count up to the missing
     bytes. With `foresee` a closure includes the ops for tensors that will be dead by then. The two
     fields after `foresee` are those of `EvictionParams`. `pool` holds the best victims of the last
-    scan. `expected` and `paid` are those of `planner.heuristic.eviction_run.Record`.
+    scan.
     """
 
     budget: int
@@ -24,8 +24,6 @@ class EvictionState(NamedTuple):
     heap_min_live: int
     power: Floats
     weight: Floats
-    expected: Floats
-    paid: Floats
     counts: Ints
     tensor: IntTable
     value: FloatTable

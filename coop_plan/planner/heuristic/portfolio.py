@@ -30,10 +30,8 @@ GRID_RATIO = 1.015
 
 @dataclass(frozen=True)
 class Candidate:
-    """A completed run, its blocks, and the logical budget (bytes) and settings that produced it."""
+    """A completed run and its blocks."""
 
-    budget: int
-    settings: Settings
     run: Record
     blocks: Blocks
 
@@ -106,13 +104,12 @@ class Portfolio:
         run = self.runner(budget, settings, cost_limit)
         if run is None:
             return None
-        return Candidate(budget, settings, run, run.blocks(self.arrays))
+        return Candidate(run, run.blocks(self.arrays))
 
-    def candidate_of(self, ops: Ints, settings: Settings | None = None) -> Candidate:
+    def candidate_of(self, ops: Ints) -> Candidate:
         """The sequence of these ops as a candidate."""
         run = Record(float(self.arrays.cost[ops].sum()), ops)
-        blocks = run.blocks(self.arrays)
-        return Candidate(blocks.live, settings or self.settings[0], run, blocks)
+        return Candidate(run, run.blocks(self.arrays))
 
     def consider(self, budget: int, settings: Settings) -> Candidate | None:
         """Run at a logical budget; keep the run if it is cheaper and its layout fits the arena."""

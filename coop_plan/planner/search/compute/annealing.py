@@ -68,8 +68,6 @@ class SequenceAnnealing:
         if "reorder" in portfolio.request.off:
             moves = replace(moves, first_run_chance=0.0)
         self.state = new_state(portfolio.problem, max_events, moves)
-        found = portfolio.best.found
-        self.settings = portfolio.settings[0] if found is None else found.settings
         self.pace = 1000.0  # steps a second, before a measurement
         self.layout_seconds = 0.0
         self.layout_work = WORK
@@ -172,7 +170,7 @@ class SequenceAnnealing:
 
     def _candidate(self) -> Candidate:
         """The stored sequence as a candidate of the portfolio."""
-        return self.portfolio.candidate_of(current_sequence(self.state), self.settings)
+        return self.portfolio.candidate_of(current_sequence(self.state))
 
     def _place(self, work: int) -> bool:
         """Make the stored sequence the incumbent if it has a layout; returns if it has.
