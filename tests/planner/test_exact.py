@@ -95,7 +95,6 @@ def test_path_cuts_agree_with_exhaustive_search(graph, outputs, share, alignment
         easy_share=0.0,
         easy_seconds=0.0,
         first_points=6,
-        wide_gap=math.inf,  # bounds in the background: test_bounding.py
         min_violation=-1.0,  # every cut, tight or not
     )
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from coop_plan.planner import Problem, find_faults
-from coop_plan.planner.core import repeated_blocks
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.exact.dual.bounding import Bounding
@@ -68,15 +67,12 @@ def test_no_plan_is_shorter_than_the_model_says(
 @settings(SETTINGS, max_examples=25)
 @given(graph=TINY, host=HOSTS, **BUDGETS)
 def test_no_relaxation_with_path_cuts_exceeds_the_shortest(graph, host, outputs, share, alignment):
-    """Blocks of two copies, one time point more at a time, until all ops are time points."""
+    """More and more time points, until all ops are time points."""
     problem, arena, best = drawn(graph, outputs, share, alignment, host)
     assume(best is not None)
     told = []
-    params = ExactParams(min_block_share=0.1, first_spread=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repeated_blocks, "MIN_COPIES", 2)
-        bounding = Bounding(Program.of(problem), problem.rounded(arena), set(), told.append, params)
-        bounding.run()
+    params = ExactParams(first_spread=1)
+    Bounding(Program.of(problem), problem.rounded(arena), set(), told.append, params).run()
     assert told
     assert max(told) <= best * (1 + 1e-6) + 1e-6
 

@@ -9,7 +9,7 @@ climbing.
 Otherwise, from the cheapest schedule on, a neighbourhood of the program is solved (Shaw, Using
 constraint programming and local search methods to solve vehicle routing problems, CP 1998). Its
 solution is read out, each run's variant is re-selected, and the program is refined where the
-readout overflows. With a time limit the cheapest readout that overflows is repaired first. A
+readout overflows. A
 schedule counts once it has a layout.
 """
 
@@ -38,7 +38,6 @@ from coop_plan.planner.exact.primal.lns import (
     RELATIVE_GAP,
     STEP_SECONDS,
     Neighbourhoods,
-    overfull_segments,
 )
 from coop_plan.planner.exact.primal.readout import (
     NotRecomputableError,
@@ -81,7 +80,6 @@ class VariantSearch:
         # Few time points at first, as a program solved to optimality bounds better.
         self.points = self._first_points(12)
         self.cuts = frozenset[tuple[int, int]]()
-        self._overfull: Schedule | None = None
 
     def _first_points(self, count: int) -> list[int]:
         """The op with the largest working set of each of `count` groups of ops over capacity."""
@@ -296,8 +294,6 @@ class VariantSearch:
         # Without a time limit a large program may take minutes to prove that nothing fits.
         if prove or small or self._timed:
             self._refine(process, model, until_placed=not (prove or small))
-        if self._timed and self._overfull is not None:
-            self._repair_overfull(process, self._overfull)
         self._search(process)
 
     def _model(self, capacity: int, *, ordered: bool = False) -> TimePointModel:
@@ -371,7 +367,6 @@ class VariantSearch:
         if schedule.cost_us < self.incumbent.cost_us and readout.overflows:
             # Refine by the readout as it is: re-selection may hide, at a cost, memory that the
             # program ignores.
-            self._overfull = schedule
             self._refine_model(readout.overflows)
         better = self._reselected(schedule.variants, capacity)
         least = self.incumbent.cost_us - 1e-6
@@ -406,29 +401,6 @@ class VariantSearch:
         """Values of a solution that may improve the best schedule after re-selection."""
         limit = self.incumbent.cost_us * 1.01
         return answer.values if model.bound_us(answer.objective) <= limit else None
-
-    def _repair_overfull(self, process: SolverProcess, schedule: Schedule) -> None:
-        """Solve neighbourhoods around overfull segments until the schedule fits."""
-        neighbourhoods = Neighbourhoods(0)
-        for _ in range(40):
-            model = self._model(self.capacity, ordered=True)
-            values = warm_start(model, schedule)
-            overfull = overfull_segments(model, values)
-            if self._done() or not overfull:
-                return
-            worst = max(overfull, key=lambda k: overfull[k])
-            part = neighbourhoods.near_segment(model, values, worst)
-            answer = self._answer(process, part, self._until(STEP_SECONDS), RELATIVE_GAP)
-            found = self._promising(model, answer)
-            if found is not None:
-                self._overfull = None
-                if self._read_schedule(model, found, self.capacity):
-                    return
-                if self._overfull is not None:
-                    schedule = self._overfull
-                elif answer.outcome is Outcome.OPTIMAL:
-                    return
-            neighbourhoods.adapt(answer.outcome)
 
     def _search(self, process: SolverProcess) -> None:
         """Solve neighbourhoods of the best schedule until the deadline or the work limit."""
