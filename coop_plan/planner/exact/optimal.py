@@ -31,9 +31,6 @@ from coop_plan.planner.heuristic.coop_offline import CoopOffline
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.placement.layout import lay_out
 
-SMALL_GAP = 1e-4
-"""Gap (cost / bound - 1) to which models of smaller arenas are solved, and below which none are."""
-
 TINY_OPS = 50
 """Ops up to which coop-offline always runs to its own end."""
 
@@ -124,7 +121,7 @@ class _OptimalSolve:
     def _solve_smaller_arenas(self, rounds: Refinement) -> None:
         """Refine at smaller capacities until a schedule has a layout."""
         for share in (0.995, 0.99, 0.98, 0.96, 0.93):
-            if self.incumbent.gap < SMALL_GAP or self.finished():
+            if self.incumbent.gap < 1e-4 or self.finished():
                 return
             smaller = self._within(rounds, int(self.request.arena_bytes * share))
             if self._iterate(smaller):
@@ -165,7 +162,7 @@ class _OptimalSolve:
             points=list(rounds.points),
             cuts=set(rounds.cuts),
         )
-        smaller.gap = SMALL_GAP
+        smaller.gap = 1e-4
         smaller.paths.paths = list(rounds.paths.paths)
         return smaller
 

@@ -28,9 +28,6 @@ from coop_plan.planner.exact.primal.readout import (
 from coop_plan.planner.exact.solver.jobs import SolveProgress
 from coop_plan.planner.exact.solver.process import SolverProcess
 
-NO_RESULT = Answer(Outcome.UNKNOWN, -INFINITY, INFINITY, None)
-"""Result of a model that was abandoned."""
-
 
 @dataclass
 class Refinement:
@@ -102,7 +99,7 @@ class Refinement:
             self.hard = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
             coarse = len(self.points) <= self.program.n
             if (self.hard or coarse) and self._yields_to_bounding():
-                return NO_RESULT
+                return Answer(Outcome.UNKNOWN, -INFINITY, INFINITY, None)
         if self.hard:
             bound = self.paths.strengthen(self.process.relax, model, now + remaining * cuts)
             self._prove(model.bound_us(bound))

@@ -9,9 +9,6 @@ from coop_plan.planner.placement import Placement, place
 WORK = 20_000_000
 """Work of `planner.placement.place` for one layout, about 0.07 s."""
 
-WORK_PER_SECOND = 280_000_000
-"""Work per second, approximately, for callers with a deadline."""
-
 
 class HostLayout(NamedTuple):
     """Byte offsets of a schedule's copies in the host slab, per offload, and the slab's size."""

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-import numpy as np
-
 from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.jit import inlined
 
@@ -18,9 +16,6 @@ class Windows(NamedTuple):
     member_low: Ints
     member_height: Ints
     """Units that a member of a section occupies there, from its offset."""
-
-
-RECTANGLES = Windows(False, *[np.empty(0, np.int64)] * 4)
 
 
 class Task(NamedTuple):

@@ -17,9 +17,6 @@ from coop_plan.schemas import Graph
 TOLERANCE = 0.01
 """Share by which a plan made for other costs may exceed its carried bound."""
 
-RECOMPUTES = 8
-"""Recomputes of an op that the rule foresees, if the op is relatively cheaper for the caller."""
-
 DEVICE_COSTS = 3
 """Entries of `all_costs` that are the device's."""
 
