@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import Ints, to_arrays
+from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.lifetimes import trace
 from coop_plan.planner.core.memory_bounds import largest_working_set
@@ -28,7 +28,6 @@ def lay_out_everything(
     capacity: int | None = None,
     *,
     work: int = WORK,
-    order_hint: Ints | None = None,
 ) -> Layout:
     """The layout of keep-everything; arguments as for `lay_out`.
 
@@ -36,9 +35,9 @@ def lay_out_everything(
     without pairs may be smaller.
     """
     schedule = keep_all_schedule(problem)
-    layout = lay_out(schedule, capacity, work=work, order_hint=order_hint)
+    layout = lay_out(schedule, capacity, work=work)
     for fewer in () if layout.placement.fits else _with_fewer_pairs(schedule):
-        apart = lay_out(fewer, capacity, work=work, order_hint=order_hint)
+        apart = lay_out(fewer, capacity, work=work)
         bound = min(layout.placement.lower_bound, apart.placement.lower_bound)
         if apart.placement.peak < layout.placement.peak:
             layout = apart

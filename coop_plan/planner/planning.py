@@ -217,15 +217,15 @@ def _planned_without_homes(
         smallest = task.smallest(everything)
         solution, arena = smallest.solution, smallest.arena_bytes
         if placement.lower_bound < arena:  # a method that found little: lay out further
-            again, _ = lay_out_everything(problem, order_hint=placement.order)
+            again, _ = lay_out_everything(problem)
             if again.arena_bytes < arena:
                 solution, arena = keep_all_solution(again), again.arena_bytes
         met, bound = problem.fixed_bytes + arena, budget_lower_bound(problem)
         return verified_plan(graph, solution, options, met, started, bound)
     limit = budget_bytes - problem.fixed_bytes
     if everything.arena_bytes > limit >= placement.lower_bound:
-        # The bound does not exclude this budget: search further, from the layout found.
-        again, _ = lay_out_everything(problem, limit, order_hint=placement.order)
+        # The bound does not exclude this budget: search further.
+        again, _ = lay_out_everything(problem, limit)
         everything = min(everything, again, key=lambda placed: placed.arena_bytes)
     fits = everything.arena_bytes <= limit
     if fits and not (info.variants and everything.cost_us > problem.floor_us):

@@ -8,7 +8,7 @@ from coop_plan.planner.core.arrays import Floats, Ints
 from coop_plan.planner.placement.first_fit import first_fit
 from coop_plan.planner.placement.instance import Instance
 from coop_plan.planner.placement.keys import order_by, simple_orders, sort_keys, spread
-from coop_plan.planner.placement.skyline import drop, skyline
+from coop_plan.planner.placement.skyline import skyline
 
 ORDERS = ("TAW", "TW", "WT", "A", "ZW")
 """The plain orders, as letters of sort keys (`planner.placement.keys`)."""
@@ -32,12 +32,12 @@ def placements(
     unconstrained = instance.is_plain
     if hint is not None:
         hint = completed(hint, orders[0])
-        yield drop(instance, hint) if unconstrained else first_fit(instance, hint)
+        yield first_fit(instance, hint)
     if unconstrained:
         for order in orders:
             yield skyline(instance, order)
     if not unconstrained or instance.count <= FIRST_FIT_MOST:
-        for order in orders if hint is None else [hint, *orders]:
+        for order in orders:
             yield first_fit(instance, order)
     for order in simple_orders(instance)[: simple_count(instance.count, scans)]:
         yield first_fit(instance, order, best=True)

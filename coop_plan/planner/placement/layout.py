@@ -41,7 +41,6 @@ def fit(
     capacity: int | None,
     *,
     work: int = WORK,
-    order_hint: Ints | None = None,
 ) -> Placement:
     """Placement of `blocks`; see `place` for the parameters."""
     return place(
@@ -51,7 +50,6 @@ def fit(
         capacity=capacity,
         alignment=alignment,
         work=work,
-        order_hint=order_hint,
     )
 
 
@@ -60,17 +58,16 @@ def lay_out(
     capacity: int | None = None,
     *,
     work: int = WORK,
-    order_hint: Ints | None = None,
 ) -> Layout:
     """Place every buffer and workspace of `schedule`.
 
     Sizes are exact: the topmost block need not end at a multiple of the alignment. With `capacity`
     (bytes) placement stops at the first layout that fits; the result may still exceed it. `work` is
-    `place`'s, 0 for greedy layouts only; `order_hint` is that of an earlier layout of the schedule.
+    `place`'s, 0 for greedy layouts only.
     """
     blocks = schedule.blocks()
     alignment = schedule.problem.alignment
-    placement = fit(blocks, alignment, capacity, work=work, order_hint=order_hint)
+    placement = fit(blocks, alignment, capacity, work=work)
     return Layout(schedule.place(placement.offsets, blocks), placement)
 
 

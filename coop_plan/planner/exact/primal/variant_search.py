@@ -50,7 +50,7 @@ from coop_plan.planner.exact.primal.warm_start import warm_start
 from coop_plan.planner.exact.solver.process import SolverProcess
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
 from coop_plan.planner.method import Request
-from coop_plan.planner.placement.layout import WORK, lay_out
+from coop_plan.planner.placement.layout import lay_out
 
 SMALL_OPS = 60
 """Up to this many ops every op is a time point; programs are solved with a limit only."""
@@ -190,10 +190,8 @@ class VariantSearch:
         arena = self.request.arena_bytes
         if schedule.cost_us >= self.incumbent.cost_us - 1e-6 or not schedule.fits(arena):
             return False
-        layout = lay_out(schedule, arena, work=0)
-        if layout.placed.arena_bytes > arena:
-            layout = lay_out(schedule, arena, work=WORK, order_hint=layout.placement.order)
-        return self.incumbent.offer(self.program.versions.placed_to_original(layout.placed))
+        placed = lay_out(schedule, arena).placed
+        return self.incumbent.offer(self.program.versions.placed_to_original(placed))
 
     def _hill_climb(self, chosen: list[int]) -> None:
         """Exchange single variants, with the producers of their inputs, while that improves."""

@@ -180,9 +180,7 @@ class SequenceAnnealing:
         portfolio, arena = self.portfolio, self.portfolio.request.arena_bytes
         found = self._candidate()
         alignment = portfolio.problem.alignment
-        placement = fit(found.blocks, alignment, arena, work=0)
-        if placement.peak > arena and work:
-            placement = fit(found.blocks, alignment, arena, work=work, order_hint=placement.order)
+        placement = fit(found.blocks, alignment, arena, work=work)
         if placement.peak <= arena:
             portfolio.keep(found, placement.offsets)
         return placement.peak <= arena
