@@ -61,12 +61,7 @@ def solve_dte(problem: Problem, request: Request) -> Solution:
 
 def solve_delta(problem: Problem, request: Request) -> Solution:
     """DELTA's filter and director with prefetch and overlap, each unless ablated."""
-    parts = {
-        "filters": "filter" not in request.off,
-        "directs": "director" not in request.off,
-        "recomputes": True,
-    }
-    return _solution(_run_with_transfers(problem, request, **parts))
+    return _solution(_run_with_transfers(problem, request, "filter", "director", recomputes=True))
 
 
 def solve_swap_only(problem: Problem, request: Request) -> Solution:
@@ -74,9 +69,11 @@ def solve_swap_only(problem: Problem, request: Request) -> Solution:
     return _solution(_run_with_transfers(problem, request))
 
 
-def _run_with_transfers(problem: Problem, request: Request, **parts: bool) -> OnlineRun:
-    overlap = {f"{name}s": name not in request.off for name in ("prefetch", "overlap")}
-    transfers = Transfers(swaps=True, **parts, **overlap)
+def _run_with_transfers(
+    problem: Problem, request: Request, *parts: str, recomputes: bool = False
+) -> OnlineRun:
+    on = {part: part not in request.off for part in ("prefetch", "overlap", *parts)}
+    transfers = Transfers(swaps=True, recomputes=recomputes, **on)
     if "transfers" not in problem.beyond_recomputation:
         if not transfers.recomputes:
             raise DoesNotFitError(largest_working_set(problem).op)

@@ -25,10 +25,10 @@ class Transfers(NamedTuple):
 
     swaps: bool = False
     recomputes: bool = False
-    filters: bool = False
-    directs: bool = False
-    prefetches: bool = False
-    overlaps: bool = False
+    filter: bool = False
+    director: bool = False
+    prefetch: bool = False
+    overlap: bool = False
 
 
 class ArenaState(NamedTuple):

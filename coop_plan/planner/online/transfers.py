@@ -81,6 +81,6 @@ def directed_to_host(a: Arrays, s: ArenaState, t: int, evictable: bool) -> bool:
     copy_us = swap_us(a, s, t)
     if copy_us == float("inf"):
         return False
-    if not evictable or not s.transfers.directs:
+    if not evictable or not s.transfers.director:
         return True
     return bool(copy_us < neighbour_cost(s, t))
