@@ -79,12 +79,11 @@ class Runner:
             cap=settings.cap,
             foresee=settings.foresee,
             pool_min_live=params.pool_min_live,
-            heap_min_live=params.heap_min_live,
             power=self._power(settings.alpha),
             weight=settings.weight,
-            counts=np.zeros(13, dtype=np.int64),
-            tensor=np.zeros((22, count + 1), dtype=np.int64),
-            value=np.zeros((3, count)),
+            counts=np.zeros(11, dtype=np.int64),
+            tensor=np.zeros((19, count + 1), dtype=np.int64),
+            value=np.zeros((2, count)),
             op=np.zeros((2, n + 1), dtype=np.int64),
             stack=self._scratch,
             pool=np.empty(params.pool_size, dtype=np.int64),
@@ -95,7 +94,7 @@ class Runner:
         state.tensor[c.SLOT] = self.arrays.uses_ptr
         state.tensor[[c.DEMAND, c.NEXT_USE]] = c.NEVER
         state.tensor[c.DIRTY] = 1
-        state.tensor[[c.LIST_INDEX, c.HEAP_INDEX, c.FIRST_WAITING]] = -1
+        state.tensor[[c.LIST_INDEX, c.FIRST_WAITING]] = -1
         state.tensor[c.EVICTABLE, :count] = self.arrays.evictable
         position, cost = 0, 0.0
         while position < n:

@@ -23,9 +23,6 @@ class EvictionParams(Params):
     pool_min_live: Size = 512
     """Least number of live tensors for which a scan's victims are kept for later evictions."""
 
-    heap_min_live: Size = 1 << 14
-    """Least number of live tensors for which a heap by score replaces the scans."""
-
     chunk_events: Count = 4096
     """Events between two checks of the time limit."""
 
