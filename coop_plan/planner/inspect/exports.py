@@ -12,6 +12,9 @@ from coop_plan.planner.inspect.buffers import Moment, PlanView, Rectangle, repla
 from coop_plan.planner.inspect.explain import split_source, tensor_name
 from coop_plan.schemas import Graph, Plan
 
+TRACKS = {"compute": 1, "offload": 2, "prefetch": 3, "wait": 1}
+NAMES = {1: "compute", 2: "device to host", 3: "host to device"}
+
 
 def trace(graph: Graph, plan: Plan) -> bytes:
     """The timeline as Chrome's JSON trace events, which Perfetto opens as well.
@@ -20,14 +23,12 @@ def trace(graph: Graph, plan: Plan) -> bytes:
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
     view = replay_plan(graph, plan)
-    tracks = {"compute": 1, "offload": 2, "prefetch": 3, "wait": 1}
-    names = {1: "compute", 2: "device to host", 3: "host to device"}
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": graph.name or "step"}}
     ]
     events += [
-        {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": names[tid]}}
-        for tid in sorted({tracks[moment.engine] for moment in view.moments})
+        {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": NAMES[tid]}}
+        for tid in sorted({TRACKS[moment.engine] for moment in view.moments})
     ]
     fixed = plan.resident_bytes
     for at, moment in enumerate(view.moments):
@@ -38,7 +39,7 @@ def trace(graph: Graph, plan: Plan) -> bytes:
             {
                 "ph": "X",
                 "pid": 1,
-                "tid": tracks[moment.engine],
+                "tid": TRACKS[moment.engine],
                 "ts": moment.begin_us,
                 "dur": moment.end_us - moment.begin_us,
                 "name": name,
