@@ -20,7 +20,7 @@ from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.method import Request
 from coop_plan.planner.online.run import simulate_arena
-from coop_plan.planner.online.window import SINGLE
+from coop_plan.planner.online.state import Rule
 from coop_plan.schemas import Graph, load_graph
 
 REMAT_LIMIT = 3.0
@@ -32,7 +32,7 @@ def ours(problem: Problem, budget: int, *, gaps: bool) -> float | None:
     request = Request(budget - problem.fixed_bytes)
     how = {"partition": False, "inplace": False, "whole_closure": False}
     try:
-        run = simulate_arena(problem, request, SINGLE, gaps=gaps, **how)
+        run = simulate_arena(problem, request, Rule(), gaps=gaps, **how)
     except DoesNotFitError:
         return None
     return run.cost_us / problem.base_cost_us - 1

@@ -54,7 +54,7 @@ MUTATIONS = (
     Mutation(  # Coop evicts as DTR does
         "window",
         "planner/online",
-        "cheapest_window(s, size) if rule == WINDOW else cheapest_tensor(",
+        "cheapest_window(s, size) if rule.window else cheapest_tensor(",
         "cheapest_tensor(",
         (PLANS,),
     ),

@@ -22,9 +22,6 @@ except ModuleNotFoundError:  # Windows
 
 log = logging.getLogger("coop-plan")
 
-SHARED_VARIABLE = "COOP_SHARED_CACHE"
-"""Environment variable: a cache folder of root's, from which compiled code is read first."""
-
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -54,8 +51,8 @@ def cache_dir() -> Path:
 
 
 def shared_dir() -> Path | None:
-    """The folder of `COOP_SHARED_CACHE`, if it is set."""
-    named = os.environ.get(SHARED_VARIABLE)
+    """The folder of `COOP_SHARED_CACHE`, if it is set: root's, from which code is read first."""
+    named = os.environ.get("COOP_SHARED_CACHE")
     return Path(named).absolute() if named else None
 
 

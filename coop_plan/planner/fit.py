@@ -17,9 +17,6 @@ from coop_plan.planner.planning import least_at_any_costs, plan
 from coop_plan.schemas import Graph, InvalidInputError, Outputs, Plan
 from coop_plan.schemas.graph import FUSED_NAME
 
-MAX_CAPTURES = 6
-"""Limit of captures per search for a largest size."""
-
 MAX_SIZE = 1 << 24
 
 ONE_FORWARD = "one extra forward"
@@ -151,7 +148,7 @@ class _Search:
         """The largest size whose captured step has a plan with at most this overhead."""
         low, high = 0, MAX_SIZE
         pair = (first, 2 * first)
-        for _ in range(MAX_CAPTURES):
+        for _ in range(6):  # captures
             guess = self._guess(pair, low, high, limit)
             if guess <= low:
                 break

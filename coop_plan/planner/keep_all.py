@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import Ints, to_arrays
+from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.lifetimes import trace
 from coop_plan.planner.core.memory_bounds import largest_working_set
@@ -13,12 +13,6 @@ from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.placement.layout import WORK, Layout, lay_out
 from coop_plan.schemas.units import Budget
-
-MAX_OPS_APART = 2000
-"""Ops up to which keep-everything is also laid out without any in-place pairs.
-
-On larger graphs it is laid out without the pairs whose output is smaller.
-"""
 
 SMALL_PROBLEM_OPS = 100
 """Ops up to which arenas of keep-everything are searched to the last aligned byte."""
@@ -34,7 +28,6 @@ def lay_out_everything(
     capacity: int | None = None,
     *,
     work: int = WORK,
-    order_hint: Ints | None = None,
 ) -> Layout:
     """The layout of keep-everything; arguments as for `lay_out`.
 
@@ -42,9 +35,9 @@ def lay_out_everything(
     without pairs may be smaller.
     """
     schedule = keep_all_schedule(problem)
-    layout = lay_out(schedule, capacity, work=work, order_hint=order_hint)
+    layout = lay_out(schedule, capacity, work=work)
     for fewer in () if layout.placement.fits else _with_fewer_pairs(schedule):
-        apart = lay_out(fewer, capacity, work=work, order_hint=order_hint)
+        apart = lay_out(fewer, capacity, work=work)
         bound = min(layout.placement.lower_bound, apart.placement.lower_bound)
         if apart.placement.peak < layout.placement.peak:
             layout = apart
@@ -55,9 +48,10 @@ def lay_out_everything(
 def _with_fewer_pairs(schedule: Schedule) -> list[Schedule]:
     """The schedule without the pairs whose output is smaller, and without any, if it has such."""
     problem, arrays = schedule.problem, to_arrays(schedule.problem)
+    # A larger problem keeps the pairs of equal sizes: laying it out once more takes too long.
     equal = arrays.size[arrays.shares_out] == arrays.size[arrays.shares_in]
     choices = [] if equal.all() else [equal]
-    if equal.any() and problem.op_count <= MAX_OPS_APART:
+    if equal.any() and problem.op_count <= 2000:
         choices.append(np.zeros(equal.size, dtype=np.bool_))
     found = []
     for kept in choices:

@@ -35,9 +35,6 @@ Other methods call those of layouts alone.
 
 ALL = (*OFFLINE, TRANSFERS, EXACT)
 
-COMPILE_SECONDS = 600.0
-"""Time that a process waits for another one's compilation."""
-
 Report = Callable[[Progress], None]
 """Called before each kernel is compiled."""
 
@@ -91,7 +88,7 @@ def _lock(kernel: Any) -> contextlib.AbstractContextManager[None]:
     if folder is None:
         return contextlib.nullcontext()
     waiting = "waiting for another process that compiles the planner's kernels"
-    return file_lock(Path(folder) / f"{kernel.__name__}.lock", COMPILE_SECONDS, waiting)
+    return file_lock(Path(folder) / f"{kernel.__name__}.lock", 600.0, waiting)
 
 
 def can_keep() -> bool:

@@ -28,11 +28,6 @@ from coop_plan.schemas._parse import Model, escape, parse
 if TYPE_CHECKING:
     from coop_plan.planner.method import MethodInfo
 
-MAX_SEED = (1 << 63) - 1
-
-MAX_SECONDS = 1e9
-"""Upper limit of a time limit, a generation: deadlines are sums with the clock."""
-
 
 class PlanOptions(Model, frozen=True, kw_only=True):
     """One validated planning request without its graph.
@@ -53,8 +48,9 @@ class PlanOptions(Model, frozen=True, kw_only=True):
     method: Annotated[
         str, Meta(description="Planning method, as listed by `coop-plan methods`.")
     ] = "coop-offline"
+    # At most a generation, as deadlines are sums with the clock.
     time_limit: Annotated[
-        Annotated[float, Meta(ge=0, le=MAX_SECONDS)] | None,
+        Annotated[float, Meta(ge=0, le=1e9)] | None,
         Meta(
             description="Seconds for each plan, at most.",
             extra={"metavar": "SECONDS", "default": "the method's own"},
@@ -64,7 +60,7 @@ class PlanOptions(Model, frozen=True, kw_only=True):
         int,
         Meta(
             ge=0,
-            le=MAX_SEED,
+            le=(1 << 63) - 1,
             description="Seed of randomized methods. Without a time limit, the same seed gives the"
             " same plan.",
         ),

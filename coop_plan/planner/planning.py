@@ -35,17 +35,6 @@ from coop_plan.planner.verifier import verify
 from coop_plan.planner.warm_start import as_answer, fits, runs_of
 from coop_plan.schemas import Graph, Plan
 
-SEARCHED_RATIO = 2
-"""Budgets below this multiple of the bound by working sets are also held against the search for a
-higher bound (`memory_bounds`), before a method runs: the search rarely finds more.
-"""
-
-QUICK_SEARCH_OPS = 1000
-"""Ops from which that search starts for a budget that a working set excludes already."""
-
-FINISH_SECONDS = 4e-5
-"""Seconds per op reserved for serialising and verifying the plan."""
-
 
 def keep_all_peak(graph: Graph, options: PlanOptions) -> int:
     """Peak of keep-everything in bytes, resident bytes included, of which a share is."""
@@ -210,7 +199,8 @@ def _planned_without_homes(
     graph, info = problem.graph, options.info
     deadline = None
     if options.time_limit is not None:
-        reserved = min(FINISH_SECONDS * problem.op_count, options.time_limit / 2)
+        # For serialising and verifying the plan.
+        reserved = min(4e-5 * problem.op_count, options.time_limit / 2)
         deadline = started + options.time_limit - reserved
     request = Request(0, options.off, deadline, options.seed, options.solver, progress=progress)
     if start is not None:
@@ -227,15 +217,15 @@ def _planned_without_homes(
         smallest = task.smallest(everything)
         solution, arena = smallest.solution, smallest.arena_bytes
         if placement.lower_bound < arena:  # a method that found little: lay out further
-            again, _ = lay_out_everything(problem, order_hint=placement.order)
+            again, _ = lay_out_everything(problem)
             if again.arena_bytes < arena:
                 solution, arena = keep_all_solution(again), again.arena_bytes
         met, bound = problem.fixed_bytes + arena, budget_lower_bound(problem)
         return verified_plan(graph, solution, options, met, started, bound)
     limit = budget_bytes - problem.fixed_bytes
     if everything.arena_bytes > limit >= placement.lower_bound:
-        # The bound does not exclude this budget: search further, from the layout found.
-        again, _ = lay_out_everything(problem, limit, order_hint=placement.order)
+        # The bound does not exclude this budget: search further.
+        again, _ = lay_out_everything(problem, limit)
         everything = min(everything, again, key=lambda placed: placed.arena_bytes)
     fits = everything.arena_bytes <= limit
     if fits and not (info.variants and everything.cost_us > problem.floor_us):
@@ -270,7 +260,8 @@ def _is_proved_infeasible(task: Task, arena: int) -> bool:
     size = problem.rounded(max(0, arena))
     if arena < 0 or working_set > size:
         return True
-    return size < SEARCHED_RATIO * working_set and arena_lower_bound(problem) > size
+    # Far above the working sets a search rarely finds a higher bound.
+    return size < 2 * working_set and arena_lower_bound(problem) > size
 
 
 def _refusal(
@@ -297,7 +288,7 @@ def _refusal(
         0 if blocking is None else working_sets(problem).first[blocking],
         unused,
         "" if residents is None else explain_residents(problem, residents),
-        budget_lower_bound(problem, QUICK_SEARCH_OPS) if exceeds else budget_lower_bound(problem),
+        budget_lower_bound(problem, 1000 if exceeds else 10_000),
         met,
     )
 

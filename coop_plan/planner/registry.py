@@ -6,12 +6,6 @@ from importlib import import_module
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.method import MethodInfo, Request, Solution, Solve
 
-COOP_SWITCHES = {
-    "sliding-window": "evict one tensor at a time, by cost / (bytes x staleness), as dtr does",
-    "partitioning": "allocate cheap and expensive tensors from the same end",
-    "recomputable-inplace": "copy in-place pairs instead of sharing one address",
-}
-
 DELTA_SWITCHES = {
     "filter": "evict the stalest tensor, not the one of least cost / (bytes x staleness)",
     "director": "swap every evicted tensor that may be swapped, whatever its cost",
@@ -19,13 +13,7 @@ DELTA_SWITCHES = {
     "overlap": "start a copy to the host only when an allocation fails",
 }
 
-CHECKMATE_SWITCHES = {
-    "integral": "solve the LP relaxation with two-phase rounding (section 5) instead"
-}
-
 REORDER_SWITCHES = {"reorder": "run all ops for the first time in program order"}
-
-COOP_OFFLINE_SWITCHES = REORDER_SWITCHES | {"walk": "disable the final local search"}
 
 
 def _imported(module: str, function: str) -> Solve:
@@ -82,7 +70,12 @@ METHODS: Mapping[str, MethodInfo] = {
             "online; evicts the cheapest contiguous set of blocks",
             "Zhang et al., Coop: Memory is not a Commodity, NeurIPS 2023, Algorithm 1",
             _imported("online.methods", "solve_coop"),
-            switches=COOP_SWITCHES,
+            switches={
+                "sliding-window": "evict one tensor at a time, by cost / (bytes x staleness), as"
+                " dtr does",
+                "partitioning": "allocate cheap and expensive tensors from the same end",
+                "recomputable-inplace": "copy in-place pairs instead of sharing one address",
+            },
         ),
         MethodInfo(
             "coop-offline",
@@ -92,7 +85,7 @@ METHODS: Mapping[str, MethodInfo] = {
             transfers=True,
             homes=True,
             variants=True,
-            switches=COOP_OFFLINE_SWITCHES,
+            switches=REORDER_SWITCHES | {"walk": "disable the final local search"},
         ),
         MethodInfo(
             "dtr",
@@ -129,7 +122,9 @@ METHODS: Mapping[str, MethodInfo] = {
             _imported("exact.checkmate", "solve_checkmate"),
             anytime=True,
             takes_solver=True,
-            switches=CHECKMATE_SWITCHES,
+            switches={
+                "integral": "solve the LP relaxation with two-phase rounding (section 5) instead"
+            },
         ),
         MethodInfo(
             "monet",

@@ -17,15 +17,6 @@ from coop_plan.planner.placement.layout import lay_out
 from coop_plan.planner.planning import verified_plan
 from coop_plan.schemas import Compute, Graph, Offload, Op, Plan, Prefetch
 
-UNUSED_TOLERANCE = 0.1
-"""Decrease, as a share of the arena's limit, of the part that is used."""
-
-OVERHEAD_TOLERANCE = 0.02
-"""Increase of the overhead."""
-
-MAX_RATIO = 2.0
-"""Factor between the sums of activation bytes."""
-
 
 def rescaled(graph: Graph, like: Graph, plan: Plan, options: PlanOptions) -> Plan | None:
     """A verified plan of `graph` with the runs of `plan`, or None if a search is needed.
@@ -61,15 +52,15 @@ def rescaled(graph: Graph, like: Graph, plan: Plan, options: PlanOptions) -> Pla
         return None
     placed, _ = lay_out(schedule, limit)
     used = plan.arena_bytes / max(1, plan.budget_bytes - plan.resident_bytes)
-    if not used - UNUSED_TOLERANCE <= placed.arena_bytes / limit <= 1:
+    if not used - 0.1 <= placed.arena_bytes / limit <= 1:
         return None
-    if placed.cost_us > (1 + plan.overhead + OVERHEAD_TOLERANCE) * problem.base_cost_us:
+    if placed.cost_us > (1 + plan.overhead + 0.02) * problem.base_cost_us:
         return None
     return verified_plan(graph, Solution(placed), options, budget_bytes, started)
 
 
 def _same_but_sizes(graph: Graph, like: Graph) -> bool:
-    """True if two graphs without variants differ in sizes (up to `MAX_RATIO`) and costs only."""
+    """True if two graphs without variants differ in costs and sizes only, up to a factor 2."""
     if len(graph.ops) != len(like.ops) or len(graph.tensors) != len(like.tensors):
         return False
     for tensor, other in zip(graph.tensors, like.tensors, strict=True):
@@ -79,7 +70,7 @@ def _same_but_sizes(graph: Graph, like: Graph) -> bool:
         if op.variants or like_op.variants or _structure(op) != _structure(like_op):
             return False
     size, other_size = _activations(graph), _activations(like)
-    return size <= MAX_RATIO * other_size and other_size <= MAX_RATIO * size
+    return size <= 2 * other_size and other_size <= 2 * size
 
 
 def _structure(op: Op) -> tuple[object, ...]:

@@ -29,33 +29,10 @@ from coop_plan.planner.registry import METHODS
 from coop_plan.schemas import format_bytes
 
 COARSE_PROBES = 7
-"""
-Probes on larger graphs, of about a plan's time each; the whole run at the end takes longer than
-with more memory. A probe that succeeds ends early, and counts as `SUCCESS_SHARE`.
-"""
-
-SUCCESS_SHARE = 0.25
-
-LINKED_PROBES = 3
-"""The same with a link to the host, where a probe that succeeds takes as long as another."""
-
-PLAIN_PROBES = 1
-"""Probes without in-place pairs, before those with them, on larger graphs without variants."""
-
-FINE_PROBES = 64
-"""Most probes on small graphs, counted likewise."""
-
-RESOLUTION = 256
-"""On larger graphs the search ends when its interval is at most 1/256 of the budget."""
-
-FINE_RESOLUTION = 4096
-"""The same on small graphs."""
+"""Probes on larger graphs, of about a plan's time each; the whole run at the end takes longer."""
 
 SEARCH_SHARE = 0.5
 """With a deadline, share of the time for probes; the rest lowers the cost of the plan."""
-
-PROBE_SHARE = 0.25
-"""With a deadline, share of the probes' remaining time for each of them."""
 
 
 class Smallest(NamedTuple):
@@ -177,7 +154,7 @@ class Task:
             if variants or self.request.deadline is not None:
                 found = task.smallest(kept, at_any_cost=at_any_cost)
             else:  # only pairs: the full search is that with them
-                search.narrow(PLAIN_PROBES)
+                search.narrow(1)
                 found = search.known
             best = _smaller(best, Smallest(found.arena_bytes, self._from_plain(found.solution)))
         elif self.method.starts_from:
@@ -260,8 +237,7 @@ class _Interval:
         """Probe arenas within the interval until it is small enough or the probes are used up."""
         linked = not self.small and "transfers" in self.task.problem.beyond_recomputation
         if most is None:
-            coarse = LINKED_PROBES if linked else COARSE_PROBES
-            most = FINE_PROBES if self.small else coarse
+            most = 64 if self.small else 3 if linked else COARSE_PROBES
         task = replace(self.task, request=self.task.request.part(SEARCH_SHARE))
         guess = max(0, self.floor + self.step)
         if not self.small:  # schedules below this are rare
@@ -273,12 +249,13 @@ class _Interval:
                 met = format_bytes(task.problem.fixed_bytes + self.met)
                 message = f"searching the smallest budget: {met} is met"
                 task.request.progress(Progress(message, used / most))
-            used += SUCCESS_SHARE if self._probe(task, guess) and not linked else 1
+            # A probe that succeeds ends early, but not with a link.
+            used += 0.25 if self._probe(task, guess) and not linked else 1
             guess = self._next(last=used + 1 >= most)
 
     def _probe(self, task: Task, arena: int) -> bool:
         """Ask for any schedule within the arena; True if there is one."""
-        task = replace(task, request=task.request.part(PROBE_SHARE))
+        task = replace(task, request=task.request.part(0.25))
         before = self.found.placed.arena_bytes
         try:
             self.found = self._started(task).solve(arena, any_schedule=True)
@@ -319,7 +296,7 @@ class _Interval:
     def _small_enough(self) -> int:
         """Bytes of an interval that ends the search."""
         budget = self.task.problem.fixed_bytes + self._hint
-        return max(self.step, budget // (FINE_RESOLUTION if self.small else RESOLUTION))
+        return max(self.step, budget // (4096 if self.small else 256))
 
     def _next(self, *, last: bool) -> int:
         """The next arena to probe; that of the known schedule in the end, to confirm it."""

@@ -3,11 +3,8 @@
 import pytest
 
 from coop_plan.planner import method
-from coop_plan.planner.exact import optimal
 from coop_plan.planner.exact.solver.process import SolverProcess
-from coop_plan.planner.heuristic import coop_offline, hill_climb
-from coop_plan.planner.heuristic.coop_offline import CoopOffline
-from coop_plan.planner.heuristic.params import CoopOfflineParams
+from coop_plan.planner.heuristic import coop_offline
 from coop_plan.planner.search.compute import annealing
 
 
@@ -32,7 +29,7 @@ class TickingClock:
 def clock(monkeypatch):
     """The clock that coop-offline and requests look at."""
     ticking = TickingClock()
-    for module in (hill_climb, method, annealing, coop_offline):
+    for module in (method, annealing, coop_offline):
         monkeypatch.setattr(module, "time", ticking)
     return ticking
 
@@ -42,13 +39,3 @@ def process():
     """One worker for all models of a module."""
     with SolverProcess() as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def short_climb():
-    """Few hill-climbing steps in coop-offline, with which every exact plan starts."""
-    short = CoopOfflineParams(hill_climbing_ops=1000)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (optimal, coop_offline):
-            patch.setattr(module, "CoopOffline", lambda p, r, *_: CoopOffline(p, r, short))
-        yield

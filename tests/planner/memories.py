@@ -19,8 +19,8 @@ from coop_plan.planner.online import neighbours, simulator, space, state, window
 from coop_plan.planner.online.run import simulate_arena
 from tests.support import make_graph
 
-WINDOW, SINGLE = window.WINDOW, window.SINGLE
-SINGLE_WITH_NEIGHBOURS = window.SINGLE_WITH_NEIGHBOURS
+WINDOW, SINGLE = state.Rule(window=True), state.Rule()
+SINGLE_WITH_NEIGHBOURS = state.Rule(counts_neighbours=True)
 NO_ROOM = space.NO_ROOM
 
 MANY_EVENTS = 64

@@ -1,4 +1,4 @@
-"""Bounds from relaxations in the background, and the repeated blocks that they learn from."""
+"""Bounds from relaxations in the background."""
 
 import time
 from types import SimpleNamespace
@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.synthetic import gpt
 from coop_plan.planner import Problem
-from coop_plan.planner.core import repeated_blocks
 from coop_plan.planner.core.memory_bounds import largest_working_set
-from coop_plan.planner.core.repeated_blocks import Repetition, repetitions
 from coop_plan.planner.exact import refine
 from coop_plan.planner.exact.dual.background import BoundingProcess
 from coop_plan.planner.exact.dual.bounding import Bounding
@@ -21,11 +19,9 @@ from coop_plan.planner.exact.model.milp import INFINITY, Milp
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.separation import RelaxedSolution, most_violated
 from coop_plan.planner.exact.model.timepoint import TimePointModel
-from coop_plan.planner.exact.optimal import solve_optimal
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams
 from coop_plan.planner.exact.solver.pdlp import lagrangian_bound
 from coop_plan.planner.exact.solver.process import SolverError, SolverProcess
-from coop_plan.planner.registry import Request
 from tests.planner.brute_force import cheapest
 from tests.planner.test_exact import BUDGETS, SETTINGS, tight
 from tests.strategies import graphs
@@ -43,23 +39,6 @@ def program():
 def capacity(program):
     """Bytes just above its largest working set."""
     return program.problem.rounded(int(1.3 * largest_working_set(program.problem).bytes))
-
-
-def test_layers_are_recognised(program):
-    found = {run.period: run for run in repetitions(program.problem)}
-    assert found[20].length == 20 * LAYERS  # backward
-    assert found[16].length == 16 * LAYERS  # forward
-    for run in found.values():
-        for offset in range(run.period):
-            names = {program.problem.graph.ops[op].name for op in run.copies(offset)}
-            assert len(names) == 1
-            assert len(run.copies(offset)) >= repeated_blocks.MIN_COPIES
-
-
-def test_a_block_that_is_cut_short_counts_as_far_as_it_goes():
-    run = Repetition(start=3, period=4, length=10)
-    assert run.copies(0) == [3, 7, 11]
-    assert run.copies(2) == [5, 9]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -86,16 +65,14 @@ def test_cuts_are_violated_by_what_they_are_ranked_by(program, seed):
 @settings(SETTINGS, max_examples=60)
 @given(graph=graphs(max_ops=9), **BUDGETS)
 def test_no_bound_exceeds_the_optimum(graph, outputs, share, alignment):
-    """With every op a time point at last, blocks of two copies and all the steps before."""
+    """With every op a time point at last, and all the steps before."""
     problem, arena = tight(graph, outputs, share, alignment)
     best = cheapest(problem, arena)
     assume(best is not None)
     reported = []
     program = Program.of(problem)
-    params = ExactParams(min_block_share=0.1, first_spread=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repeated_blocks, "MIN_COPIES", 2)
-        Bounding(program, program.problem.rounded(arena), set(), reported.append, params).run()
+    params = ExactParams(first_spread=1)
+    Bounding(program, program.problem.rounded(arena), set(), reported.append, params).run()
     assert reported
     assert max(reported) <= best * (1 + 1e-6)
 
@@ -160,53 +137,15 @@ def test_a_process_that_fails_says_so(capacity):
             process.proved(time.monotonic() + 60)
 
 
-@pytest.mark.parametrize("processors", [1, 2])
-def test_hard_models_are_bounded_beside_or_before_the_search(
-    monkeypatch, processors, program, capacity
-):
-    """Either way the plan's bound is at least what the background proves at once."""
-    monkeypatch.setattr(refine, "usable_cpus", lambda: processors)
-    begun = []
-    begin = BoundingProcess.begin
-
-    def spy(self, *arguments):
-        begun.append(arguments)
-        begin(self, *arguments)
-
-    monkeypatch.setattr(BoundingProcess, "begin", spy)
-    hard = ExactParams(easy_share=0.0, easy_seconds=0.0)
-    problem = program.problem
-    found = solve_optimal(problem, Request(capacity, deadline=time.monotonic() + 12), hard)
-    assert begun
-    assert problem.base_cost_us < found.lower_bound_us <= found.placed.cost_us
-
-
-def test_an_op_that_raises_no_bound_is_dropped(monkeypatch, program, capacity):
-    relaxed = []
-    copies = {frozenset(c) for c in Bounding(program, capacity, set(), print)._candidates()}
-
-    def relax(_, points, paths):
-        if not paths.quick:
-            relaxed.append(frozenset(points))
-        return 1.0
-
-    monkeypatch.setattr(Bounding, "_relax", relax)
-    Bounding(program, capacity, set(), print).run()
-    first, *others = relaxed
-    assert first in copies
-    assert {points - first for points in others[: len(copies) - 1]} == copies - {first}
-    assert relaxed[-1] == frozenset(range(program.n + 1))
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_a_gap_is_wide_only_once_a_bound_is_known(monkeypatch, program, capacity, known):
-    base = program.problem.base_cost_us
+@pytest.mark.parametrize(("linked", "gap"), [(True, 1.0), (True, 0.0), (False, 1.0)])
+def test_rounds_yield_once_if_there_are_transfers_and_a_gap(monkeypatch, capacity, linked, gap):
+    graph = gpt(LAYERS)
+    device = graph.device.with_link(int(linked) * 10**9)
+    program = Program.of(Problem.from_graph(graph.model_copy({"device": device})))
     monkeypatch.setattr(refine, "usable_cpus", lambda: 2)
     begun = []
     bounding = SimpleNamespace(begin=lambda *job: begun.append(job))
-    incumbent = SimpleNamespace(
-        problem=program.problem, gap=1.0, bound_us=base + known, solution=object()
-    )
+    incumbent = SimpleNamespace(problem=program.problem, gap=gap, solution=object())
     rounds = refine.Refinement(program, None, bounding, incumbent, capacity, INFINITY)
-    assert rounds._yields_to_bounding() == bool(begun) == known
-    assert not rounds._yields_to_bounding()  # once only
+    assert rounds._yields_to_bounding() == bool(begun) == (linked and gap > 0)
+    assert not rounds._yields_to_bounding()

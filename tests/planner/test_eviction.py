@@ -1,9 +1,7 @@
-"""Offline eviction chooses the same victims from a scan of all live tensors and from the heap."""
+"""Offline eviction chooses the same victims from a scan of all live tensors and from a pool."""
 
-import random
 import time
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,22 +10,16 @@ from hypothesis import strategies as st
 
 from benchmarks.hard_graphs import FAMILIES, hard_graph
 from coop_plan.planner.core.arrays import to_arrays
-from coop_plan.planner.core.jit import njit
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.heuristic import eviction_run
-from coop_plan.planner.heuristic.columns import HEAP as ORDERED
-from coop_plan.planner.heuristic.columns import HEAP_ACTIVE, HEAP_COUNT, HEAP_INDEX
-from coop_plan.planner.heuristic.eviction import run_evictions
 from coop_plan.planner.heuristic.eviction_run import Record, Runner, Settings
 from coop_plan.planner.heuristic.params import EvictionParams
 from coop_plan.planner.heuristic.portfolio import Portfolio
-from coop_plan.planner.heuristic.score_heap import heap_put, heap_remove
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.method import Request
 
 SCAN = EvictionParams(pool_min_live=1 << 40)
-ORDER = replace(SCAN, pool_min_live=0, heap_min_live=0, pool_size=4096)
+ORDER = replace(SCAN, pool_min_live=0, pool_size=4096)
 
 
 def run(problem: Problem, params: EvictionParams, share: float, settings: Settings):
@@ -63,70 +55,6 @@ def test_in_order_as_by_looking_at_all(family, seed, share, alpha, cap, foresee)
         return
     assert isinstance(ordered, Record)
     assert ordered.ops.tolist() == scanned.ops.tolist()
-
-
-@pytest.mark.parametrize("cap", [False, True])
-def test_every_rule_keeps_many_live_tensors_in_the_heap(cap, monkeypatch):
-    """A scan of all live tensors for each pool of victims costs the square of the ops."""
-    states = []
-
-    def kept(arrays, state, *rest):
-        states.append(state)
-        return run_evictions(arrays, state, *rest)
-
-    monkeypatch.setattr(eviction_run, "run_evictions", kept)
-    problem = Problem.from_graph(hard_graph("layered", 0, 400))
-    many = EvictionParams(pool_min_live=8, heap_min_live=16, pool_size=4)
-    assert run(problem, many, 0.5, drawn(problem, 0, 0.5, cap, False)) is not None
-    assert states[-1].counts[HEAP_ACTIVE] == 1
-
-
-class Tensors(NamedTuple):
-    """Of the arrays, what the heap asks for."""
-
-    size: np.ndarray
-
-
-class Live(NamedTuple):
-    """Of the state, what the heap asks for."""
-
-    small: int
-    counts: np.ndarray
-    tensor: np.ndarray
-    value: np.ndarray
-
-
-@njit
-def change(a, s, t, key):
-    if key < 0:
-        heap_remove(a, s, t)
-    else:
-        heap_put(a, s, t, key)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(0, 1 << 30), st.integers(1, 40), st.integers(0, 200))
-def test_the_heap_has_the_least_first_and_large_ones_before_small(seed, tensors, changes):
-    """Whatever was put in, put in anew with another score, or taken out before."""
-    draw = random.Random(seed)
-    a = Tensors(np.array([draw.randint(1, 20) for _ in range(tensors)]))
-    s = Live(
-        10, np.zeros(13, np.int64), np.zeros((18, tensors + 1), np.int64), np.zeros((3, tensors))
-    )
-    s.tensor[HEAP_INDEX] = -1
-    there = {}
-    for _ in range(changes):
-        t, key = draw.randrange(tensors), draw.choice([-1.0, draw.random(), draw.random()])
-        change(a, s, t, key)
-        there.pop(t, None)
-        if key >= 0:
-            there[t] = (a.size[t] < 10, key)
-    for t in sorted(there, key=there.get):
-        assert s.counts[HEAP_COUNT] == len(there)
-        assert s.tensor[ORDERED, 0] == t
-        change(a, s, t, -1.0)
-        del there[t]
-    assert s.counts[HEAP_COUNT] == 0
 
 
 @pytest.mark.parametrize("family", ["unrolled", "experts"])

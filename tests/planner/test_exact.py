@@ -38,8 +38,6 @@ SETTINGS = settings(
 OUTPUTS = st.sampled_from(["outside", "arena", "gradients"])
 BUDGETS = {"outputs": OUTPUTS, "share": st.floats(0, 1), "alignment": st.sampled_from([1, 8])}
 
-pytestmark = pytest.mark.usefixtures("short_climb")
-
 
 def tight(graph, outputs, share, alignment):
     """
@@ -97,7 +95,6 @@ def test_path_cuts_agree_with_exhaustive_search(graph, outputs, share, alignment
         easy_share=0.0,
         easy_seconds=0.0,
         first_points=6,
-        wide_gap=math.inf,  # bounds in the background: test_bounding.py
         min_violation=-1.0,  # every cut, tight or not
     )
     with pytest.MonkeyPatch.context() as patch:

@@ -33,8 +33,6 @@ from tests.planner.test_exact import BUDGETS, SETTINGS, cost_of, tight
 from tests.strategies import overwriting_graphs
 from tests.support import make_graph
 
-pytestmark = pytest.mark.usefixtures("short_climb")
-
 GRAPHS = overwriting_graphs(max_ops=8)
 
 

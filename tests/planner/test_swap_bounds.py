@@ -7,10 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from coop_plan.planner import Problem, find_faults
-from coop_plan.planner.core import repeated_blocks
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.memory_bounds import largest_working_set
-from coop_plan.planner.exact import optimal
 from coop_plan.planner.exact.dual.bounding import Bounding
 from coop_plan.planner.exact.model.milp import Outcome
 from coop_plan.planner.exact.model.program import Program
@@ -20,7 +18,6 @@ from coop_plan.planner.exact.params import ExactParams
 from coop_plan.planner.exact.solver.jobs import SolveMilp
 from coop_plan.planner.exact.solver.milp_solvers import solve_milp
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
-from coop_plan.planner.heuristic.params import CoopOfflineParams
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.registry import Request
 from tests.planner.brute_force import cheapest
@@ -70,15 +67,12 @@ def test_no_plan_is_shorter_than_the_model_says(
 @settings(SETTINGS, max_examples=25)
 @given(graph=TINY, host=HOSTS, **BUDGETS)
 def test_no_relaxation_with_path_cuts_exceeds_the_shortest(graph, host, outputs, share, alignment):
-    """Blocks of two copies, one time point more at a time, until all ops are time points."""
+    """More and more time points, until all ops are time points."""
     problem, arena, best = drawn(graph, outputs, share, alignment, host)
     assume(best is not None)
     told = []
-    params = ExactParams(min_block_share=0.1, first_spread=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repeated_blocks, "MIN_COPIES", 2)
-        bounding = Bounding(Program.of(problem), problem.rounded(arena), set(), told.append, params)
-        bounding.run()
+    params = ExactParams(first_spread=1)
+    Bounding(Program.of(problem), problem.rounded(arena), set(), told.append, params).run()
     assert told
     assert max(told) <= best * (1 + 1e-6) + 1e-6
 
@@ -91,13 +85,10 @@ def test_optimal_agrees_with_exhaustive_search(graph, host, outputs, share, alig
     proof is right, and the verifier's clock ends where the planner's does.
     """
     problem, arena, best = drawn(graph, outputs, share, alignment, host)
-    short = CoopOfflineParams(hill_climbing_ops=1000)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimal, "CoopOffline", lambda p, r, *_: CoopOffline(p, r, short))
-        try:
-            found = solve_optimal(problem, Request(arena, deadline=time.monotonic() + SECONDS))
-        except DoesNotFitError:  # fragmentation, or nothing was found
-            return
+    try:
+        found = solve_optimal(problem, Request(arena, deadline=time.monotonic() + SECONDS))
+    except DoesNotFitError:  # fragmentation, or nothing was found
+        return
     assert best is not None
     assert found.lower_bound_us <= best * (1 + 1e-6) + 1e-6
     assert found.placed.cost_us >= best * (1 - 1e-9)

@@ -17,7 +17,7 @@ from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.model.variants import fix_variants, restore_variants
 from coop_plan.planner.exact.monet import solve_monet
-from coop_plan.planner.exact.primal.lns import neighbourhood, overfull_segments
+from coop_plan.planner.exact.primal.lns import neighbourhood
 from coop_plan.planner.exact.primal.warm_start import warm_start
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.method import Request
@@ -353,19 +353,17 @@ def test_monet_agrees_with_brute_force_over_its_class(graph):
             assert solution.placed.cost_us == pytest.approx(least)
 
 
-def test_a_neighbourhood_frees_its_segments_and_keeps_strict_memory_rows():
+def test_a_neighbourhood_frees_its_segments_and_relaxes_memory_rows_that_are_violated():
     problem = Problem.from_graph(workspaces(), 1, "arena")
     program, n = Program.of(problem, variants=True), problem.op_count
     schedule = Schedule.of(problem, [variants[0] for variants in program.choices])
     model = TimePointModel(program, int(schedule.live_bytes().max()) - 1, list(range(n + 1)))
     values = warm_start(model, schedule)
-    full = overfull_segments(model, values)
-    assert full
     loose = neighbourhood(model, values, range(0), range(0))
-    strict = neighbourhood(model, values, range(0), range(0), range(n + 1))
-    k = next(iter(full))
-    row = model.memory[k][0]
-    assert loose.row_upper[row] > strict.row_upper[row] == model.milp.row_upper[row]
+    rows = [each[0] for each in model.memory]
+    full = [k for k, row in enumerate(rows) if loose.row_upper[row] > model.milp.row_upper[row]]
+    assert 0 < len(full) < len(rows)
+    k = full[0]
     free = neighbourhood(model, values, range(0), range(k, k + 1))
     reported = [c for c in (*model.x[k].values(), *model.y[k].values()) if c is not None]
     assert all(free.upper[c] == model.milp.upper[c] for c in reported)
@@ -419,7 +417,6 @@ def test_cuts_leave_every_schedule_in(graph, share, every):
     model = TimePointModel(program, max(peak, 1), points, cuts)
     values = warm_start(model, schedule)
     assert_meets_all_rows(model.milp, values)
-    assert not overfull_segments(model, values)
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,13 +11,6 @@ from numba.core import config, types
 from coop_plan.planner.core.numba_jit import ENTRIES
 from coop_plan.planner.core.params import Params, values_class
 
-NUMBERS: dict[Any, Any] = {
-    int: types.int64,
-    float: types.float64,
-    bool: types.boolean,
-    type(None): types.none,
-}
-
 
 def interpreted() -> bool:
     """True if kernels run as Python."""
@@ -51,8 +44,9 @@ def type_of(hint: Any) -> Any:
     alias = get_origin(hint)
     if hasattr(alias, "__value__"):  # NumPy's NDArray from Python 3.12 on
         hint = alias.__value__[get_args(hint)]
-    if hint in NUMBERS:
-        return NUMBERS[hint]
+    numbers = {int: types.int64, float: types.float64, bool: types.boolean, type(None): types.none}
+    if hint in numbers:
+        return numbers[hint]
     if get_origin(hint) is tuple:
         return types.Tuple(tuple(map(type_of, get_args(hint))))  # type: ignore[no-untyped-call]
     if get_origin(hint) is np.ndarray:

@@ -17,21 +17,6 @@ from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.core.inplace import working_set_bytes
 from coop_plan.planner.core.problem import Problem
 
-DEPTH = 8
-"""Productions that the search follows backwards from the run of an op."""
-
-MAX_LIVE = 32
-"""The search stops at sets of more live tensors."""
-
-MAX_CALLS = 256
-"""Calls of the recursive search per op."""
-
-MAX_SEARCHED = 10_000
-"""Ops from which the search starts."""
-
-MAX_RUN_ONCE = 512
-"""Outputs of run-once ops whose liveness is tracked; the largest are taken."""
-
 
 class WorkingSets(NamedTuple):
     """Per variant its working set in bytes: in the first run of its op, and in a rerun.
@@ -193,7 +178,7 @@ def resident_output_bytes(problem: Problem) -> list[int]:
     return found
 
 
-def budget_lower_bound(problem: Problem, max_searched: int = MAX_SEARCHED) -> int:
+def budget_lower_bound(problem: Problem, max_searched: int = 10_000) -> int:
     """Lower bound in bytes on the budget of every schedule, resident tensors included."""
     slack = problem.alignment - 1  # the topmost block need not end at a multiple
     if problem.home_candidates:
@@ -213,7 +198,7 @@ def _bound_with_homes(problem: Problem, slack: int) -> int:
     return fixed + max(0, max(least, default=0))
 
 
-def arena_lower_bound(problem: Problem, max_searched: int = MAX_SEARCHED) -> int:
+def arena_lower_bound(problem: Problem, max_searched: int = 10_000) -> int:
     """Lower bound on the largest sum of live bytes of every schedule, sizes rounded up.
 
     When an op runs, all its inputs are live. One of them was produced last; during its production
@@ -264,12 +249,12 @@ class _BackwardSearch:
 
     def bound(self, live: frozenset[int], known: int) -> int:
         """Lower bound on the peak until these tensors are live together, at least `known`."""
-        self.calls_left = MAX_CALLS
-        return self._bound(live, known, DEPTH)
+        self.calls_left = 256
+        return self._bound(live, known, 8)  # productions backwards in time
 
     def _bound(self, live: frozenset[int], known: int, depth: int) -> int:
         self.calls_left -= 1
-        if not live or len(live) > MAX_LIVE or depth == 0 or self.calls_left < 0:
+        if not live or len(live) > 32 or depth == 0 or self.calls_left < 0:
             return known
         # Each choice of the op that produced the last of them, with the bytes live at its run.
         choices = sorted(
@@ -302,7 +287,7 @@ def _resident_run_once(problem: Problem) -> Iterator[frozenset[int]]:
         and not problem.outside[t]
         and problem.size[t]
     ]
-    tracked = sorted(tracked, key=problem.size.__getitem__, reverse=True)[:MAX_RUN_ONCE]
+    tracked = nlargest(512, tracked, key=problem.size.__getitem__)
     if not tracked:
         yield from (frozenset() for _ in range(problem.op_count))
         return

@@ -5,7 +5,7 @@ Ops, variants and tensors are positions, not ids. Sizes are bytes rounded up to 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import fsum
 from typing import NamedTuple
@@ -89,9 +89,6 @@ class Homes(NamedTuple):
     versions: tuple[Pair, ...] = ()
 
 
-NO_HOMES = Homes()
-
-
 @dataclass(frozen=True)
 class Problem:
     """One step's variants and tensors under an alignment and an outputs rule.
@@ -117,7 +114,7 @@ class Problem:
     resident: list[bool]
     outside: list[bool]
     is_output: list[bool]
-    homes: Homes = NO_HOMES
+    homes: Homes = field(default_factory=Homes)
 
     @classmethod
     def from_graph(

@@ -18,11 +18,11 @@ One request of `optimal`, in the order in which the files act:
 4. **Overflow → refine.** If the readout overflows, `primal/guided_replan.py` makes a plan of nearly
    the same evictions with coop-offline's kernel. `refine.py` adds time points, or cuts of
    recomputes, at the largest overflows: back to 2.
-5. **Hard models** are not solved within a small share of the time. With a wide gap,
-   `dual/background.py` starts a process, in which `dual/bounding.py` solves relaxations at more and
-   more time points, while coop-offline improves the plan. Otherwise `model/paths.py` adds path
-   cuts, found by `model/separation.py`, before the model is solved again; on a timeout
-   `primal/lns.py` improves its solution by large neighbourhood search.
+5. **Hard models** are not solved within a small share of the time. `model/paths.py` adds path cuts,
+   found by `model/separation.py`, before the model is solved again; on a timeout `primal/lns.py`
+   improves its solution by large neighbourhood search. With transfers `dual/background.py` starts a
+   process instead, in which `dual/bounding.py` solves relaxations at more and more time points,
+   while coop-offline improves the plan.
 6. **Layout conflicts.** If a schedule fits but has no layout, the rounds are repeated within
    slightly smaller arenas, which prove nothing.
 

@@ -11,9 +11,6 @@ from coop_plan.planner.exact.model.milp import INFINITY
 from coop_plan.planner.method import Progress, Solution
 from coop_plan.schemas import BoundModel
 
-SOLVER_TOLERANCE = 1e-7
-"""Share of the base cost subtracted from bounds, as solvers use floating-point arithmetic."""
-
 OPTIMALITY_TOLERANCE = 1e-6
 """A plan is optimal if its cost exceeds the bound by at most this share."""
 
@@ -58,7 +55,8 @@ class Incumbent:
     def prove(self, bound_us: float) -> None:
         """Raise the bound to a solver's bound (µs, or −∞); a lower one changes nothing."""
         if bound_us > -INFINITY:
-            proved = bound_us - self.problem.base_cost_us * SOLVER_TOLERANCE
+            # Solvers use floating-point arithmetic.
+            proved = bound_us - self.problem.base_cost_us * 1e-7
             self.bound_us = max(self.bound_us, min(proved, self.cost_us))
             self.report()
 

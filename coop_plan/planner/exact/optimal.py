@@ -5,9 +5,9 @@ coop-offline's plan is the first incumbent. Each round solves one model (see
 out and placed. If the schedule overflows or has a layout conflict, a guided re-plan keeps its
 evictions as far as they fit, and the model is refined.
 
-A hard model with a wide gap leaves the time to coop-offline, while a second process proves bounds
-by relaxations (`planner.exact.dual.bounding`). Other hard models get path cuts
-(`planner.exact.model.paths`). If only placement fails, slightly smaller logical budgets are tried.
+Hard models get path cuts (`planner.exact.model.paths`). With transfers a second process proves
+bounds by relaxations (`planner.exact.dual.bounding`) while coop-offline improves its plan. If only
+placement fails, slightly smaller logical budgets are tried.
 """
 
 import contextlib
@@ -30,9 +30,6 @@ from coop_plan.planner.exact.solver.process import SolverProcess, require
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.placement.layout import lay_out
-
-SMALL_GAP = 1e-4
-"""Gap (cost / bound - 1) to which models of smaller arenas are solved, and below which none are."""
 
 TINY_OPS = 50
 """Ops up to which coop-offline always runs to its own end."""
@@ -85,13 +82,6 @@ class _OptimalSolve:
         stop = self.request.any_schedule and self.incumbent.solution is not None
         return stop or self.incumbent.proved or time.monotonic() >= self.deadline
 
-    def await_bounds(self) -> None:
-        """Improve coop-offline's plan while the bounding process runs, then wait for its bounds."""
-        if self.bounding.running and not self.finished():
-            self._improve_offline(1.0, self.finished)
-        while self.bounding.running and not self.finished():
-            self.incumbent.prove(self.bounding.proved(self.deadline))
-
     def run(self) -> None:
         """Refine at the full capacity, then at smaller ones."""
         program, incumbent = self.program, self.incumbent
@@ -103,10 +93,8 @@ class _OptimalSolve:
         placed = self._iterate(rounds)
         linked = program.host_link is not None
         if rounds.yielded:
-            self._improve_offline(
-                0.4 if linked else 1.0, lambda: self.finished() or self.bounding.ended
-            )
-            if linked and self.bounding.running:
+            self._improve_offline(0.4, lambda: self.finished() or self.bounding.ended)
+            if self.bounding.running:
                 self.bounding.kill()
             else:
                 placed = self._iterate(rounds)
@@ -133,7 +121,7 @@ class _OptimalSolve:
     def _solve_smaller_arenas(self, rounds: Refinement) -> None:
         """Refine at smaller capacities until a schedule has a layout."""
         for share in (0.995, 0.99, 0.98, 0.96, 0.93):
-            if self.incumbent.gap < SMALL_GAP or self.finished():
+            if self.incumbent.gap < 1e-4 or self.finished():
                 return
             smaller = self._within(rounds, int(self.request.arena_bytes * share))
             if self._iterate(smaller):
@@ -174,7 +162,7 @@ class _OptimalSolve:
             points=list(rounds.points),
             cuts=set(rounds.cuts),
         )
-        smaller.gap = SMALL_GAP
+        smaller.gap = 1e-4
         smaller.paths.paths = list(rounds.paths.paths)
         return smaller
 
@@ -217,7 +205,6 @@ def solve_optimal(problem: Problem, request: Request, params: ExactParams = DEFA
         try:
             if not solve.finished():
                 solve.run()
-                solve.await_bounds()
         except KeyboardInterrupt:  # an interrupted search returns its best plan
             if solve.incumbent.solution is None:
                 raise

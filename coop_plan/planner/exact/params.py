@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from coop_plan.planner.core.params import Count, Params, Ratio, Seconds, Share, Within
+from coop_plan.planner.core.params import Count, Params, Seconds, Share, Within
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,11 @@ class ExactParams(Params):
     easy_seconds: Seconds = 1.0
     """Minimum time before a model counts as hard, s."""
 
-    wide_gap: Ratio = 0.12
-    """Gap (cost / bound - 1) above which a hard model starts the bounding process."""
-
     min_violation: Annotated[float, Within(-math.inf, 1.0)] = 0.02
     """Minimum violation of an added path cut; if negative, satisfied cuts are added, too."""
 
     first_spread: Count = 10
-    """Time points of the bounding process's first step if no blocks repeat; each step doubles them.
-    """
-
-    min_block_share: Share = 0.5
-    """Minimum share of the ops over capacity that lie in repeated blocks, for blocks to be used."""
+    """Time points of the bounding process's first step; each step doubles them."""
 
 
 DEFAULTS = ExactParams()

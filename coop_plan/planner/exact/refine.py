@@ -28,9 +28,6 @@ from coop_plan.planner.exact.primal.readout import (
 from coop_plan.planner.exact.solver.jobs import SolveProgress
 from coop_plan.planner.exact.solver.process import SolverProcess
 
-NO_RESULT = Answer(Outcome.UNKNOWN, -INFINITY, INFINITY, None)
-"""Result of a model that was abandoned."""
-
 
 @dataclass
 class Refinement:
@@ -100,14 +97,12 @@ class Refinement:
             easy = now + max(remaining * params.easy_share, params.easy_seconds)
             answer = self._attempt(model, min(self.deadline, easy))
             self.hard = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
-            closer = self.program.host_link is not None and len(self.points) <= self.program.n
-            if (self.hard or closer) and self._yields_to_bounding():
-                return NO_RESULT
+            coarse = len(self.points) <= self.program.n
+            if (self.hard or coarse) and self._yields_to_bounding():
+                return Answer(Outcome.UNKNOWN, -INFINITY, INFINITY, None)
         if self.hard:
             bound = self.paths.strengthen(self.process.relax, model, now + remaining * cuts)
             self._prove(model.bound_us(bound))
-            if self._yields_to_bounding():
-                return NO_RESULT
             now = time.monotonic()
             remaining = self.deadline - now
             until = now + max(remaining * solve, min(5.0, remaining))  # at least 5 s
@@ -124,20 +119,15 @@ class Refinement:
         return answer
 
     def _yields_to_bounding(self) -> bool:
-        """Start the bounding process if the gap is wide; True if the round then gives up its time.
+        """Start the bounding process if there are transfers and a gap; True if the round ends.
 
-        A round yields once, and only if there is a plan. On one processor the bounds come first.
-        Without a proved bound the gap is meaningless, except with transfers, where the true bound
-        may be the base cost.
+        A round yields once, and only if there is a plan, as only coop-offline makes plans with
+        transfers. On one processor the bounds come first.
         """
-        bounding, incumbent = self.bounding, self.incumbent
+        bounding = self.bounding
         if bounding is None or self.yielded or not self.proves:
             return False
-        proved = incumbent.bound_us > incumbent.problem.floor_us
-        wide = self.params.wide_gap
-        if self.program.host_link is not None:  # only coop-offline makes plans
-            proved, wide = True, 1e-3
-        if not proved or incumbent.gap <= wide:
+        if self.program.host_link is None or self.incumbent.gap <= 1e-3:
             return False
         bounding.begin(self.program, self.capacity, set(self.points[:-1]))
         if usable_cpus() == 1:

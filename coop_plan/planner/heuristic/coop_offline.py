@@ -1,4 +1,4 @@
-"""The method coop-offline: portfolio, hill climbing, annealing of the sequence until the deadline.
+"""The method coop-offline: portfolio, then annealing of the sequence until the deadline.
 
 With a link to the host, the joint search of recomputes and transfers (`planner.search.makespan`)
 continues from there; its result counts only if it costs less.
@@ -18,7 +18,6 @@ from coop_plan.planner.core.jit import usable_cpus
 from coop_plan.planner.core.lifetimes import RUN
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
-from coop_plan.planner.heuristic.hill_climb import HillClimbs
 from coop_plan.planner.heuristic.params import DEFAULTS, CoopOfflineParams
 from coop_plan.planner.heuristic.portfolio import Portfolio
 from coop_plan.planner.keep_all import SMALL_PROBLEM_OPS
@@ -90,7 +89,6 @@ class CoopOffline:
         if request.any_schedule:
             return
         if portfolio.best.found is not None:
-            self._hill_climbs.run()
             portfolio.place_unplaced(1 if started else None)
             if request.deadline is None and self._searches_sequence:
                 self._anneal()
@@ -170,10 +168,6 @@ class CoopOffline:
                 return
         SequenceAnnealing(portfolio, ops).find_feasible()
 
-    @cached_property
-    def _hill_climbs(self) -> HillClimbs:
-        return HillClimbs(self.portfolio)
-
     def improve(self, deadline: float, enough: Callable[[], bool] = lambda: False) -> None:
         """Improve until the deadline (`time.monotonic`, s) or until `enough` returns True."""
         portfolio = self.portfolio
@@ -190,11 +184,8 @@ class CoopOffline:
         if portfolio.best.cost_us > self._cost_us * 1.03:
             makespan_share = 1.0
         until = now + (1 - makespan_share) * (deadline - now)
-        if portfolio.best.found is not None and now < until and not done():
-            hill_climb_share = 0.25 if self._searches_sequence else 1.0
-            self._hill_climbs.run_until(now + hill_climb_share * (until - now), done)
-            if self._searches_sequence:
-                self._anneal_until(until, done)
+        if portfolio.best.found is not None and self._searches_sequence and now < until:
+            self._anneal_until(until, done)
         if self._has_link and time.monotonic() < deadline and not done():
             self._search_makespan(deadline, enough)
 

@@ -11,8 +11,7 @@ to that use is a number of program positions. A tensor's next use includes those
 that are recomputed from it.
 
 Closures and next uses are cached per tensor and updated only after a change nearby. If many tensors
-are live, one scan selects a pool of victims for several evictions, from a heap by score
-(`planner.heuristic.score_heap`) if there are very many.
+are live, one scan selects a pool of victims for several evictions.
 """
 
 import numpy as np
@@ -29,10 +28,6 @@ from coop_plan.planner.heuristic.recompute_cost import (
     next_demand,
     propagate_demand,
 )
-from coop_plan.planner.heuristic.score_heap import heap_put, heap_remove
-
-POPS_PER_VICTIM = 16
-"""Most tensors taken from the heap for a pool of victims, as a multiple of the pool's size."""
 
 
 @njit
@@ -46,7 +41,6 @@ def run_evictions(
     """
     enough = s.counts[c.EVENTS] + events
     while position < a.ops and s.counts[c.EVENTS] < enough:
-        _record_paid_costs(a, s, position)
         ops = _order_recomputes(a, s, position)
         for step in range(ops):
             op = s.op[c.ORDER, step]
@@ -62,18 +56,6 @@ def run_evictions(
             _free_retained(a, s, position)
         position += 1
     return -1, position, cost
-
-
-@inlined
-def _record_paid_costs(a: Arrays, s: EvictionState, position: int) -> None:
-    """Record the closure cost of each evicted input of the current op, for learned corrections."""
-    for k in range(a.reads_ptr[position], a.reads_ptr[position + 1]):
-        t = a.reads[k]
-        if s.tensor[c.LIVE, t] == 0:
-            slot = s.tensor[c.SLOT, t]
-            while slot < a.uses_ptr[t + 1] and a.uses[slot] < position:
-                slot += 1
-            s.paid[slot] = closure_cost(a, s, t, -1)
 
 
 @inlined
@@ -151,10 +133,6 @@ def _make_room(a: Arrays, s: EvictionState, need: int, position: int) -> bool:
         victim = _select_victim(a, s, s.counts[c.USED] + need - s.budget, position)
         if victim < 0:
             return False
-        # For learned corrections: the cost with which this eviction was chosen.
-        slot = s.tensor[c.SLOT, victim]
-        if slot < a.uses_ptr[victim + 1]:
-            s.expected[slot] = s.value[c.CLOSURE, victim]
         _free(a, s, victim)
         propagate_demand(a, s, victim, position)
         mark_relatives_dirty(a, s, victim, position)
@@ -177,7 +155,9 @@ def _select_victim(a: Arrays, s: EvictionState, missing: int, position: int) -> 
                 continue
             length, extra = s.counts[c.POOL_COUNT], s.counts[c.DIRTY_COUNT]
         elif attempt == 1:
-            _update_heap(a, s, position)
+            for i in range(s.counts[c.DIRTY_COUNT]):
+                s.tensor[c.IN_DIRTY_LIST, s.tensor[c.DIRTY_LIST, i]] = 0
+            s.counts[c.DIRTY_COUNT] = 0
             s.counts[c.POOL_COUNT] = s.counts[c.POOL_SMALL] = 0
             s.counts[c.POOL_UNTIL] = position + 64  # scores age
         else:
@@ -216,70 +196,15 @@ def _select_victim(a: Arrays, s: EvictionState, missing: int, position: int) -> 
 
 @inner
 def _fill_pool(a: Arrays, s: EvictionState, missing: int, position: int, small: bool) -> None:
-    """Fill the pool with the victims of least score, from the small tensors if `small`.
-
-    A score only rises as its use comes nearer, so the key in the heap, without `cap`, is a lower
-    bound on it. With `cap` that bound may be low for many tensors: only some by key are scored.
-    Without a heap, if few are live, all are scored.
-    """
+    """Fill the pool with the victims of least score, from the small tensors if `small`."""
     worst = np.inf
-    if s.counts[c.HEAP_ACTIVE] == 0:
-        for i in range(s.counts[c.SMALL_COUNT] if small else s.counts[c.LARGE_COUNT]):
-            t = s.tensor[c.SMALL if small else c.LARGE, i]
-            if s.tensor[c.PINS, t] > 0 or s.tensor[c.EVICTABLE, t] == 0:
-                continue
-            score = _score(a, s, t, missing, position)
-            if score < worst:
-                worst = _add_to_pool(s, t, score)
-        return
-    popped = 0
-    # Pop until the smallest key is no better than the pool's worst; a stale key is updated and
-    # pushed again.
-    while s.counts[c.HEAP_COUNT] > 0 and popped < POPS_PER_VICTIM * s.pool.size:
-        t = s.tensor[c.HEAP, 0]
-        if s.value[c.KEY, t] >= worst or (a.size[t] < s.small and not small):
-            break
-        if s.tensor[c.EVICTABLE, t] == 0:
-            heap_remove(a, s, t)
+    for i in range(s.counts[c.SMALL_COUNT] if small else s.counts[c.LARGE_COUNT]):
+        t = s.tensor[c.SMALL if small else c.LARGE, i]
+        if s.tensor[c.PINS, t] > 0 or s.tensor[c.EVICTABLE, t] == 0:
             continue
-        if s.tensor[c.PINS, t] == 0:
-            key = _score(a, s, t, a.size[t], position)
-            if key > s.value[c.KEY, t]:
-                heap_put(a, s, t, key)
-                continue
-            score = _score(a, s, t, missing, position) if s.cap else key
-            if score < worst:
-                worst = _add_to_pool(s, t, score)
-        heap_remove(a, s, t)
-        s.tensor[c.SET_ASIDE, popped] = t
-        popped += 1
-    # The pool only lists tensors: put them back into the heap.
-    for i in range(popped):
-        heap_put(a, s, s.tensor[c.SET_ASIDE, i], s.value[c.KEY, s.tensor[c.SET_ASIDE, i]])
-
-
-@inner
-def _update_heap(a: Arrays, s: EvictionState, position: int) -> None:
-    """Update the heap with the tensors that changed; builds it once many tensors are live."""
-    live = s.counts[c.LARGE_COUNT] + s.counts[c.SMALL_COUNT]
-    if s.counts[c.HEAP_ACTIVE] == 0 and live > s.heap_min_live:
-        s.counts[c.HEAP_ACTIVE] = 1
-        for row, count in ((c.LARGE, c.LARGE_COUNT), (c.SMALL, c.SMALL_COUNT)):
-            for i in range(s.counts[count]):
-                mark_dirty(s, s.tensor[row, i])
-    kept = 0
-    for i in range(s.counts[c.DIRTY_COUNT]):
-        t = s.tensor[c.DIRTY_LIST, i]
-        in_heap = s.counts[c.HEAP_ACTIVE] == 1 and s.tensor[c.LIST_INDEX, t] >= 0
-        # A pinned tensor cannot be evicted now: it stays in the list.
-        if in_heap and s.tensor[c.PINS, t] > 0:
-            s.tensor[c.DIRTY_LIST, kept] = t
-            kept += 1
-            continue
-        s.tensor[c.IN_DIRTY_LIST, t] = 0
-        if in_heap and s.tensor[c.EVICTABLE, t] == 1:
-            heap_put(a, s, t, _score(a, s, t, a.size[t], position))  # no `cap` at its own size
-    s.counts[c.DIRTY_COUNT] = kept
+        score = _score(a, s, t, missing, position)
+        if score < worst:
+            worst = _add_to_pool(s, t, score)
 
 
 @inlined
@@ -331,7 +256,7 @@ def _free(a: Arrays, s: EvictionState, t: int) -> None:
 
 @inlined
 def _unlist(a: Arrays, s: EvictionState, t: int) -> None:
-    """Remove `t` from its list of live tensors and from the heap."""
+    """Remove `t` from its list of live tensors."""
     index = s.tensor[c.LIST_INDEX, t]
     if index < 0:
         return
@@ -341,7 +266,6 @@ def _unlist(a: Arrays, s: EvictionState, t: int) -> None:
     s.tensor[row, index] = last
     s.tensor[c.LIST_INDEX, last] = index
     s.tensor[c.LIST_INDEX, t] = -1
-    heap_remove(a, s, t)
 
 
 @inlined

@@ -1,7 +1,7 @@
 """One offline eviction run: its settings and its record."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -29,30 +29,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Record:
-    """Record of a completed run: its cost (µs) and the ops in execution order.
-
-    Per entry of `Arrays.uses`, plus one: `expected` is the weighted closure cost (µs) at the
-    eviction before that use, `paid` the closure cost at the use; both 0 without an eviction.
-    """
+    """Record of a completed run: its cost (µs) and the ops in execution order."""
 
     cost_us: float
     ops: Ints
-    expected: Floats = field(default_factory=lambda: np.empty(0))
-    paid: Floats = field(default_factory=lambda: np.empty(0))
-
-    def corrections(self, max_factor: float) -> Floats:
-        """Learned corrections: paid / expected per weight, within `max_factor` and its inverse.
-
-        A single 1 if the record has no costs, as for a sequence that no weights produced.
-        """
-        if self.paid.size == 0:
-            return np.ones(1)
-        known = (self.expected > 0) & (self.paid > 0)
-        factors = np.ones(self.paid.size)
-        factors[known] = np.clip(
-            self.paid[known] / self.expected[known], 1 / max_factor, max_factor
-        )
-        return factors
 
     @cached_property
     def _kinds(self) -> Ints:
@@ -99,14 +79,11 @@ class Runner:
             cap=settings.cap,
             foresee=settings.foresee,
             pool_min_live=params.pool_min_live,
-            heap_min_live=params.heap_min_live,
             power=self._power(settings.alpha),
             weight=settings.weight,
-            expected=np.zeros(settings.weight.size),
-            paid=np.zeros(settings.weight.size),
-            counts=np.zeros(13, dtype=np.int64),
-            tensor=np.zeros((22, count + 1), dtype=np.int64),
-            value=np.zeros((3, count)),
+            counts=np.zeros(11, dtype=np.int64),
+            tensor=np.zeros((19, count + 1), dtype=np.int64),
+            value=np.zeros((2, count)),
             op=np.zeros((2, n + 1), dtype=np.int64),
             stack=self._scratch,
             pool=np.empty(params.pool_size, dtype=np.int64),
@@ -117,7 +94,7 @@ class Runner:
         state.tensor[c.SLOT] = self.arrays.uses_ptr
         state.tensor[[c.DEMAND, c.NEXT_USE]] = c.NEVER
         state.tensor[c.DIRTY] = 1
-        state.tensor[[c.LIST_INDEX, c.HEAP_INDEX, c.FIRST_WAITING]] = -1
+        state.tensor[[c.LIST_INDEX, c.FIRST_WAITING]] = -1
         state.tensor[c.EVICTABLE, :count] = self.arrays.evictable
         position, cost = 0, 0.0
         while position < n:
@@ -129,8 +106,7 @@ class Runner:
             )
             if self.failed_op >= 0:
                 return None
-        events = self._event[: state.counts[c.EVENTS]].copy()
-        return Record(cost, events, state.expected, state.paid)
+        return Record(cost, self._event[: state.counts[c.EVENTS]].copy())
 
     def _power(self, alpha: float) -> Floats:
         """Each distance of up to n positions to the power of `alpha`, computed once."""

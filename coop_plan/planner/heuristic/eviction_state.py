@@ -11,9 +11,8 @@ class EvictionState(NamedTuple):
     `budget` and `small` are bytes; tensors below `small` bytes are evicted last. `power[d]` is
     distance^alpha for a distance of d positions, `weight` a factor per entry of `Arrays.uses` and
     one for tensors without a further use. With `cap` a victim's bytes count up to the missing
-    bytes. With `foresee` a closure includes the ops for tensors that will be dead by then. The two
-    fields after `foresee` are those of `EvictionParams`. `pool` holds the best victims of the last
-    scan. `expected` and `paid` are those of `planner.heuristic.eviction_run.Record`.
+    bytes. With `foresee` a closure includes the ops for tensors that will be dead by then.
+    `pool_min_live` is that of `EvictionParams`; `pool` holds the best victims of the last scan.
     """
 
     budget: int
@@ -21,11 +20,8 @@ class EvictionState(NamedTuple):
     cap: bool
     foresee: bool
     pool_min_live: int
-    heap_min_live: int
     power: Floats
     weight: Floats
-    expected: Floats
-    paid: Floats
     counts: Ints
     tensor: IntTable
     value: FloatTable

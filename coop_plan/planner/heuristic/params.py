@@ -12,8 +12,6 @@ from coop_plan.planner.search.compute.params import MoveParams
 Rule = tuple[Positive, bool, bool]
 """Scoring rule: exponent alpha of the distance, `cap` and `foresee` (see `EvictionState`)."""
 
-EXPONENTS = (0.25, 0.5, 1.0, 2.0)
-
 
 @dataclass(frozen=True)
 class EvictionParams(Params):
@@ -24,9 +22,6 @@ class EvictionParams(Params):
 
     pool_min_live: Size = 512
     """Least number of live tensors for which a scan's victims are kept for later evictions."""
-
-    heap_min_live: Size = 1 << 14
-    """Least number of live tensors for which a heap by score replaces the scans."""
 
     chunk_events: Count = 4096
     """Events between two checks of the time limit."""
@@ -42,13 +37,10 @@ class CoopOfflineParams(Params):
     rules: tuple[Rule, ...] = tuple(
         (alpha, cap, foresee)
         for foresee in (False, True)
-        for alpha in (1 / 16, *EXPONENTS)
+        for alpha in (1 / 16, 0.25, 0.5, 1.0, 2.0)
         for cap in (False, True)
     )
     """Scoring rules to try; `foresee` helps where an eviction extends its inputs' lifetimes."""
-
-    hill_climbing_ops: Size = 35_000
-    """Length of hill climbing without a time limit, as simulated ops over all steps."""
 
     annealing_effort: Positive = 1.37e7
     """Most steps of an annealing without a time limit, times the square root of its events."""

@@ -30,10 +30,8 @@ GRID_RATIO = 1.015
 
 @dataclass(frozen=True)
 class Candidate:
-    """A completed run, its blocks, and the logical budget (bytes) and settings that produced it."""
+    """A completed run and its blocks."""
 
-    budget: int
-    settings: Settings
     run: Record
     blocks: Blocks
 
@@ -92,7 +90,7 @@ class Portfolio:
         self.best = _Incumbent()
         self.lowest_peak: Candidate | None = None
         """The candidate with the lowest live peak."""
-        self._unplaced: list[tuple[float, int, Candidate, Ints]] = []
+        self._unplaced: list[tuple[float, int, Candidate]] = []
         self._unfit_runs: set[bytes] = set()  # digests of the runs without a greedy layout
         self._counter = itertools.count()
         kept = problem.__dict__.setdefault("_run_outcomes", {})
@@ -106,13 +104,12 @@ class Portfolio:
         run = self.runner(budget, settings, cost_limit)
         if run is None:
             return None
-        return Candidate(budget, settings, run, run.blocks(self.arrays))
+        return Candidate(run, run.blocks(self.arrays))
 
-    def candidate_of(self, ops: Ints, settings: Settings | None = None) -> Candidate:
+    def candidate_of(self, ops: Ints) -> Candidate:
         """The sequence of these ops as a candidate."""
         run = Record(float(self.arrays.cost[ops].sum()), ops)
-        blocks = run.blocks(self.arrays)
-        return Candidate(blocks.live, settings or self.settings[0], run, blocks)
+        return Candidate(run, run.blocks(self.arrays))
 
     def consider(self, budget: int, settings: Settings) -> Candidate | None:
         """Run at a logical budget; keep the run if it is cheaper and its layout fits the arena."""
@@ -157,10 +154,10 @@ class Portfolio:
         peaks += [] if self.request.larger is None else [self.request.larger.arena_bytes]
         return min(peaks, default=np.inf)
 
-    def offer(self, found: Candidate, hint: Ints | None = None) -> None:
+    def offer(self, found: Candidate, work: int = 0) -> None:
         """Keep a candidate if it is cheaper than the incumbent and its layout fits the arena.
 
-        `hint`, the order of its greedy layout, starts a search for a layout.
+        `work` is that of a search for a layout, 0 for greedy ones only.
         """
         blocks, arena = found.blocks, self.request.arena_bytes
         max_peak = self.problem.rounded(self.request.arena_bytes)
@@ -168,17 +165,15 @@ class Portfolio:
             self.lowest_peak = found
         if found.cost_us >= self.best.cost_us or found.peak > max_peak:
             return
-        run = b"" if hint is not None else hashlib.sha256(found.run.ops.tobytes()).digest()
+        run = b"" if work else hashlib.sha256(found.run.ops.tobytes()).digest()
         if run in self._unfit_runs:
             return
-        work = 0 if hint is None else WORK
-        placement = fit(blocks, self.problem.alignment, arena, work=work, order_hint=hint)
+        placement = fit(blocks, self.problem.alignment, arena, work=work)
         if placement.peak <= arena:
             self.keep(found, placement.offsets)
-        elif hint is None:
+        elif not work:
             self._unfit_runs.add(run)
-            entry = found.cost_us, next(self._counter), found, placement.order
-            self._unplaced.append(entry)
+            self._unplaced.append((found.cost_us, next(self._counter), found))
             self._unplaced = sorted(self._unplaced)[:4]  # whose layouts are searched
 
     def keep(self, found: Candidate, offsets: Ints) -> None:
@@ -187,10 +182,10 @@ class Portfolio:
 
     def place_unplaced(self, max_count: int | None = None) -> None:
         """Search layouts for the cheapest candidates, up to `max_count`, without a greedy one."""
-        for _, _, found, order in self._unplaced[:max_count]:
+        for _, _, found in self._unplaced[:max_count]:
             if self.request.out_of_time():
                 return
-            self.offer(found, order)
+            self.offer(found, WORK)
         self._unplaced.clear()
 
     def runs(

@@ -15,9 +15,7 @@ from coop_plan.planner.heuristic.eviction_state import EvictionState
 def mark_dirty(s: EvictionState, t: int) -> None:
     """Mark the closure and the next use of `t` as out of date."""
     s.tensor[c.DIRTY, t] = 1
-    if s.tensor[c.IN_DIRTY_LIST, t] == 0 and (
-        s.counts[c.POOL_COUNT] > 0 or s.counts[c.HEAP_ACTIVE] == 1
-    ):
+    if s.tensor[c.IN_DIRTY_LIST, t] == 0 and s.counts[c.POOL_COUNT] > 0:
         s.tensor[c.IN_DIRTY_LIST, t] = 1
         s.tensor[c.DIRTY_LIST, s.counts[c.DIRTY_COUNT]] = t
         s.counts[c.DIRTY_COUNT] += 1

@@ -23,17 +23,7 @@ COLUMNS = ("id", "lower", "upper", "size")
 LIMIT = 1 << 62
 """Times, sizes, offsets and the sum of the sizes stay below this."""
 
-
-ALIASES = {
-    "buffer": "id",
-    "buffer_id": "id",
-    "start": "lower",
-    "begin": "lower",
-    "end": "upper",
-}
-OPTIONAL = ("offset", "alignment", "hint", "gaps")
 ALIGNMENT_LIMIT = 1 << 40
-_GAP = re.compile(r"(-?\d{1,30})-(-?\d{1,30})(?:@(\d{1,30}):(\d{1,30}))?", re.ASCII)
 
 
 @dataclass
@@ -133,11 +123,19 @@ def _add_buffer(
 
 def _header(cells: list[str]) -> dict[str, str]:
     """The file's own name of each column, in the file's order."""
-    names = {ALIASES.get(cell.lower(), cell.lower()): cell.lower() for cell in cells}
+    aliases = {
+        "buffer": "id",
+        "buffer_id": "id",
+        "start": "lower",
+        "begin": "lower",
+        "end": "upper",
+    }
+    names = {aliases.get(cell.lower(), cell.lower()): cell.lower() for cell in cells}
     missing = [name for name in COLUMNS if name not in names]
     if missing:
         raise ValueError(f"the header has no column {missing[0]}: {','.join(COLUMNS)} expected")
-    other = [name for name in names if name not in (*COLUMNS, *OPTIONAL)]
+    known = (*COLUMNS, "offset", "alignment", "hint", "gaps")
+    other = [name for name in names if name not in known]
     if other or len(names) < len(cells):
         raise ValueError(f"column {other[0]!r} is unknown" if other else "a column is there twice")
     return names
@@ -145,7 +143,8 @@ def _header(cells: list[str]) -> dict[str, str]:
 
 def _gap(text: str, lower: int, upper: int, size: int, is_last: bool) -> tuple[int, int, int, int]:
     """A gap's time within the lifetime, empty if it lies outside, and the bytes occupied in it."""
-    found = _GAP.fullmatch(text)
+    pattern = r"(-?\d{1,30})-(-?\d{1,30})(?:@(\d{1,30}):(\d{1,30}))?"
+    found = re.fullmatch(pattern, text, re.ASCII)
     if not found:
         raise ValueError(f"gap {text[:80]!r} has not the form 7-8 or 7-8@1:17")
     begin, end, low, high = (int(number or 0) for number in found.groups())

@@ -15,12 +15,11 @@ from coop_plan.planner.importers.kineto import KinetoTimes, Measured
 from coop_plan.planner.importers.nodes import Node, Ref, read_nodes
 from coop_plan.planner.importers.operators import (
     ALLOCATIONS,
-    COLLECTIVES,
-    OVERWRITERS,
-    RANDOM,
     Call,
     Storage,
     base_name,
+    is_collective,
+    is_random,
     last_step,
     main_device,
     mutated,
@@ -31,9 +30,6 @@ from coop_plan.planner.importers.operators import (
 )
 from coop_plan.schemas import Graph, parse_graph
 from coop_plan.schemas.errors import InvalidInputError
-
-BYTES_PER_US = 1e6
-"""Assumed bandwidth of an op without a measured time: a terabyte per second."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +195,7 @@ class _Builder:
         measured = self.cost(call)
         moved = sum(self.tensors[tensor]["bytes"] for tensor in (*reads, *outputs))
         from_host = any(ref.device != self.device for refs in node.inputs for ref in refs)
-        collective = node.name.startswith(COLLECTIVES)
+        collective = is_collective(node.name)
         self.ops.append(
             {
                 "id": len(self.ops),
@@ -207,10 +203,10 @@ class _Builder:
                 "phase": call.phase,
                 "inputs": reads,
                 "outputs": outputs,
-                "cost_us": moved / BYTES_PER_US if measured is None else measured,
+                "cost_us": moved / 1e6 if measured is None else measured,  # a terabyte per second
                 "workspace_bytes": sum(scratch.values()),
                 "recomputable": not (collective or (from_host and base_name(node.name) == "copy_")),
-                "rng": bool(RANDOM.search(base_name(node.name))),
+                "rng": is_random(node.name),
                 "mutates": list(dict.fromkeys(mutates)),
                 "inplace": pairs,
                 "source": f"{call.scope}, node {node.id}",
@@ -219,7 +215,8 @@ class _Builder:
 
     def _overwritten(self, node: Node, ref: Ref) -> bool:
         """True if an op overwrites all of a storage without reading it."""
-        if base_name(node.name) not in OVERWRITERS or ref is not mutated(node)[0]:
+        fills = base_name(node.name) in ("zero_", "fill_", "copy_") or is_random(node.name)
+        if not fills or ref is not mutated(node)[0]:
             return False
         state = self.storages.get(ref.storage)
         return state is not None and ref.begin == 0 and ref.bytes >= state.bytes

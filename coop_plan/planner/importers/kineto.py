@@ -16,20 +16,6 @@ from typing import Any, NamedTuple
 from coop_plan.planner.importers.operators import Call, is_operator
 from coop_plan.schemas.errors import InvalidInputError
 
-ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-ON_HOST = frozenset({"cpu_op", "user_annotation"})
-LAUNCHES = ("_runtime", "_driver")
-"""Suffixes of the categories of launches, such as cuda_runtime."""
-
-KINDS_UNTIL_2022 = {
-    "Operator": "cpu_op",
-    "Kernel": "kernel",
-    "Memcpy": "gpu_memcpy",
-    "Memset": "gpu_memset",
-    "Runtime": "cuda_runtime",
-}
-"""Categories of older traces, whose kernels also write `external id` in lower case."""
-
 LEAST_SHARE = 0.5
 """Least share of the ops, and of the device time, that a Kineto trace of the same script has."""
 
@@ -84,6 +70,14 @@ class KinetoTimes:
                 " profiler.export_chrome_trace",
                 "/traceEvents",
             )
+        # Categories until 2022, whose kernels also write `external id` in lower case.
+        older = {
+            "Operator": "cpu_op",
+            "Kernel": "kernel",
+            "Memcpy": "gpu_memcpy",
+            "Memset": "gpu_memset",
+            "Runtime": "cuda_runtime",
+        }
         self.spans: list[Span] = []
         launches: dict[int, tuple[float, tuple[str, str]]] = {}
         work: list[tuple[float, float, int, int]] = []
@@ -93,21 +87,21 @@ class KinetoTimes:
             kind = event.get("cat")
             if not isinstance(kind, str):
                 continue
-            kind = KINDS_UNTIL_2022.get(kind, kind)
+            kind = older.get(kind, kind)
             arguments = event.get("args")
             arguments = arguments if isinstance(arguments, dict) else {}
             correlation = _number(arguments, "correlation")
             external = _number(arguments, "External id") or _number(arguments, "external id")
             thread = (str(event.get("pid")), str(event.get("tid")))
-            if kind in ON_DEVICE:
+            if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
                 begin, duration = (_micros(event, key, position) for key in ("ts", "dur"))
                 work.append((begin, duration, external, correlation))
-            elif kind in ON_HOST:
+            elif kind in ("cpu_op", "user_annotation"):
                 begin, duration = (_micros(event, key, position) for key in ("ts", "dur"))
                 record = _number(arguments, "Record function id")
                 name = str(event.get("name"))
                 self.spans.append(Span(begin, begin + duration, name, external, record, thread))
-            elif correlation and kind.endswith(LAUNCHES):
+            elif correlation and kind.endswith(("_runtime", "_driver")):
                 launches[correlation] = (_micros(event, "ts", position), thread)
         if not self.spans:
             raise InvalidInputError(

@@ -17,8 +17,6 @@ from coop_plan.schemas.errors import InvalidInputError
 MAX_BYTES = 1 << 60
 """Upper limit of a storage, as of the sum of a graph's sizes."""
 
-DEVICE = re.compile(r"[a-z_]+(:\d+)?")
-
 
 @dataclass(frozen=True)
 class Ref:
@@ -187,7 +185,7 @@ def _ref(value: Any, layout: tuple[Any, Any], own: int, place: str) -> Iterator[
     tensor, storage, offset, numel, itemsize = numbers
     if storage == 0 or numel == 0 or itemsize == 0:
         return
-    if DEVICE.fullmatch(value[5]) is None:
+    if not re.fullmatch(r"[a-z_]+(:\d+)?", value[5]):
         raise InvalidInputError(
             f"node {own}: not a device: {json.dumps(value[5])[:80]}", f"{place}/5"
         )

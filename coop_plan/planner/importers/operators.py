@@ -18,16 +18,6 @@ Storage = tuple[str, int]
 ALLOCATIONS = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 """Operators that allocate a storage without writing it."""
 
-OVERWRITERS = frozenset({"zero_", "fill_", "copy_", "normal_", "uniform_", "bernoulli_", "random_"})
-"""In-place operators that do not read their output."""
-
-OPERATOR = re.compile(r"\w+::")
-"""Prefix of operators' names; frames and annotations have none."""
-
-RANDOM = re.compile(r"bernoulli|dropout$|^rand|^normal|uniform_|exponential_|random_|multinomial")
-
-COLLECTIVES = ("c10d::", "nccl:", "_c10d_functional::")
-
 
 @dataclass
 class Call:
@@ -71,9 +61,18 @@ def base_name(name: str) -> str:
 
 def is_operator(name: str) -> bool:
     """True for operators, False for frames around them: annotations and autograd's."""
-    return OPERATOR.match(name) is not None and not name.startswith(
-        ("autograd::", "torch::autograd")
-    )
+    return bool(re.match(r"\w+::", name)) and not name.startswith(("autograd::", "torch::autograd"))
+
+
+def is_random(name: str) -> bool:
+    """True for operators that draw random numbers."""
+    names = "bernoulli|dropout$|^rand|^normal|uniform_|exponential_|random_|multinomial"
+    return bool(re.search(names, base_name(name)))
+
+
+def is_collective(name: str) -> bool:
+    """True for operators that communicate with other ranks."""
+    return name.startswith(("c10d::", "nccl:", "_c10d_functional::"))
 
 
 def mutated(node: Node) -> list[Ref]:

@@ -2,10 +2,6 @@
 
 from coop_plan.planner.core.problem import Problem
 
-LOSS = ("log_softmax", "nll_loss", "cross_entropy")
-ATTENTION = ("softmax", "bmm", "baddbmm")
-CONVOLUTION = ("conv",)
-
 
 def advice(problem: Problem, op: int) -> str:
     """A change to the model that reduces the working set of an op."""
@@ -15,14 +11,15 @@ def advice(problem: Problem, op: int) -> str:
     if variant.workspace_bytes > tensors:
         return "most of it is the op's workspace: use another implementation, or a smaller batch"
     neighbours = _neighbours(problem, op)
-    if any(word in near for word in LOSS for near in (name, *neighbours)):
+    losses = ("log_softmax", "nll_loss", "cross_entropy")
+    if any(word in near for word in losses for near in (name, *neighbours)):
         return "the logits and their gradient are live at once: chunk the loss over the tokens"
-    if any(word in name for word in ATTENTION):
+    if "softmax" in name or "bmm" in name:
         return (
             "the attention scores of all pairs are materialized: use a fused attention"
             " (scaled_dot_product_attention)"
         )
-    if any(word in name for word in CONVOLUTION):
+    if "conv" in name:
         return "use a smaller batch or resolution here, or split this layer over the batch"
     return "split this op over the batch (micro-batches), or make its tensors smaller"
 

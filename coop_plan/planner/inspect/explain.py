@@ -20,9 +20,6 @@ from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.planning import plan
 from coop_plan.schemas import Graph, Plan
 
-SWEEP = (0.9, 0.8, 0.7, 0.6, 0.5)
-"""Budgets of the price list, as shares of keep-everything's peak."""
-
 
 @dataclass(frozen=True)
 class PeakTensor:
@@ -180,10 +177,11 @@ def price_list(
     The list ends at the first budget that the method cannot meet, after the smallest that it can.
     """
     found = [Price(peak_bytes, 0.0)]
-    for number, share in enumerate(SWEEP):
+    shares = (0.9, 0.8, 0.7, 0.6, 0.5)
+    for number, share in enumerate(shares):
         budget = int(peak_bytes * share)
         if progress is not None:
-            progress(Progress(f"price of {share:.0%} of the peak", number / len(SWEEP)))
+            progress(Progress(f"price of {share:.0%} of the peak", number / len(shares)))
         if budget == 0:
             break
         try:

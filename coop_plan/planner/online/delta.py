@@ -24,11 +24,6 @@ from coop_plan.planner.online.neighbours import neighbour_cost
 from coop_plan.planner.online.space import NO_ROOM, allocate, free_bytes
 from coop_plan.planner.online.state import MIN_STALENESS_US, ArenaState
 from coop_plan.planner.online.transfers import (
-    DIRECTS,
-    FILTERS,
-    OVERLAPS,
-    PREFETCHES,
-    RECOMPUTES,
     begin_offload,
     begin_prefetch,
     directed_to_host,
@@ -40,7 +35,7 @@ from coop_plan.planner.online.transfers import (
 
 @inlined
 def _recomputable(s: ArenaState, t: int) -> bool:
-    return s.tensor[c.EVICTABLE, t] == 1 and s.transfers & RECOMPUTES != 0
+    return s.tensor[c.EVICTABLE, t] == 1 and s.transfers.recomputes
 
 
 @inner
@@ -62,14 +57,14 @@ def filter_victim(a: Arrays, s: ArenaState, to_host: bool) -> int:
             continue
         # Cost of the cheaper action that the director allows.
         cost = swap_us(a, s, t)
-        if _recomputable(s, t) and s.tensor[c.HOSTED, t] == 0 and s.transfers & DIRECTS != 0:
+        if _recomputable(s, t) and s.tensor[c.HOSTED, t] == 0 and s.transfers.director:
             cost = min(cost, neighbour_cost(s, t))
         elif _recomputable(s, t) and cost == np.inf:
             cost = neighbour_cost(s, t)
         if cost == np.inf:
             continue
         staleness = max(s.total[c.CLOCK] - s.times[c.LAST_ACCESS, t], MIN_STALENESS_US)
-        score = cost / (a.size[t] * staleness) if s.transfers & FILTERS != 0 else 1.0 / staleness
+        score = cost / (a.size[t] * staleness) if s.transfers.filter else 1.0 / staleness
         if score < best_score:
             best, best_score = t, score
     return best
@@ -113,7 +108,7 @@ def start_copies_ahead(a: Arrays, s: ArenaState, position: int) -> None:
     """After an op: begin offloads and prefetches ahead of need."""
     count = s.times.shape[1]
     # Overlap: free bytes and those being offloaded are below the reserve.
-    if s.transfers & OVERLAPS != 0 and s.total[c.OUT_FREE] <= s.total[c.CLOCK]:
+    if s.transfers.overlap and s.total[c.OUT_FREE] <= s.total[c.CLOCK]:
         spare = free_bytes(s)
         for t in range(count):
             if s.tensor[c.LEAVING, t] == 1:
@@ -122,7 +117,7 @@ def start_copies_ahead(a: Arrays, s: ArenaState, position: int) -> None:
             t = filter_victim(a, s, True)
             if t >= 0:
                 begin_offload(a, s, t)
-    if s.transfers & PREFETCHES == 0 or s.counts[c.HAS_PREFETCHED] == 0:
+    if not s.transfers.prefetch or s.counts[c.HAS_PREFETCHED] == 0:
         return
     latest, arriving = 0, 0
     for t in range(count):

@@ -29,15 +29,7 @@ from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.online.run import OnlineRun, simulate_arena
-from coop_plan.planner.online.transfers import (
-    DIRECTS,
-    FILTERS,
-    OVERLAPS,
-    PREFETCHES,
-    RECOMPUTES,
-    SWAPS_OUT,
-)
-from coop_plan.planner.online.window import SINGLE, SINGLE_WITH_NEIGHBOURS, WINDOW
+from coop_plan.planner.online.state import Rule, Transfers
 
 
 def solve_coop(problem: Problem, request: Request) -> Solution:
@@ -50,7 +42,7 @@ def run_coop(problem: Problem, request: Request) -> OnlineRun:
     return simulate_arena(
         problem,
         request,
-        WINDOW if "sliding-window" not in request.off else SINGLE,
+        Rule(window="sliding-window" not in request.off),
         partition="partitioning" not in request.off,
         inplace="recomputable-inplace" not in request.off,
         dependents=False,
@@ -59,39 +51,39 @@ def run_coop(problem: Problem, request: Request) -> OnlineRun:
 
 def solve_dtr(problem: Problem, request: Request) -> Solution:
     """DTR's h with e*: evicts the tensor with the least cost / (bytes × staleness)."""
-    return _solution(_run_single(problem, request, SINGLE))
+    return _solution(_run_single(problem, request, Rule()))
 
 
 def solve_dte(problem: Problem, request: Request) -> Solution:
     """DTR's rule, counting free bytes adjacent to a tensor as its own."""
-    return _solution(_run_single(problem, request, SINGLE_WITH_NEIGHBOURS))
+    return _solution(_run_single(problem, request, Rule(counts_neighbours=True)))
 
 
 def solve_delta(problem: Problem, request: Request) -> Solution:
     """DELTA's filter and director with prefetch and overlap, each unless ablated."""
-    flags = {"director": DIRECTS, "filter": FILTERS, "prefetch": PREFETCHES, "overlap": OVERLAPS}
-    on = [flag for switch, flag in flags.items() if switch not in request.off]
-    return _solution(_run_with_transfers(problem, request, SWAPS_OUT + RECOMPUTES + sum(on)))
+    return _solution(_run_with_transfers(problem, request, "filter", "director", recomputes=True))
 
 
 def solve_swap_only(problem: Problem, request: Request) -> Solution:
     """Swaps the stalest tensor; recomputes nothing."""
-    flags = {"prefetch": PREFETCHES, "overlap": OVERLAPS}
-    on = [flag for switch, flag in flags.items() if switch not in request.off]
-    return _solution(_run_with_transfers(problem, request, SWAPS_OUT + sum(on)))
+    return _solution(_run_with_transfers(problem, request))
 
 
-def _run_with_transfers(problem: Problem, request: Request, transfers: int) -> OnlineRun:
+def _run_with_transfers(
+    problem: Problem, request: Request, *parts: str, recomputes: bool = False
+) -> OnlineRun:
+    on = {part: part not in request.off for part in ("prefetch", "overlap", *parts)}
+    transfers = Transfers(swaps=True, recomputes=recomputes, **on)
     if "transfers" not in problem.beyond_recomputation:
-        if not transfers & RECOMPUTES:
+        if not transfers.recomputes:
             raise DoesNotFitError(largest_working_set(problem).op)
-        return _run_single(problem, request, SINGLE)
+        return _run_single(problem, request, Rule())
     return simulate_arena(
-        problem, request, SINGLE, partition=False, inplace=False, transfers=transfers
+        problem, request, Rule(), partition=False, inplace=False, transfers=transfers
     )
 
 
-def _run_single(problem: Problem, request: Request, rule: int) -> OnlineRun:
+def _run_single(problem: Problem, request: Request, rule: Rule) -> OnlineRun:
     return simulate_arena(
         problem, request, rule, partition=False, inplace=False, whole_closure=False
     )

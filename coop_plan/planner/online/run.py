@@ -14,13 +14,10 @@ from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.method import Progress, Request
 from coop_plan.planner.online import columns as c
 from coop_plan.planner.online.simulator import DONE, RECORD_FULL, advance
-from coop_plan.planner.online.state import ArenaState, empty_arena
+from coop_plan.planner.online.state import ArenaState, Rule, Transfers, empty_arena
 
 MAX_RECOMPUTES_PER_OP = 30
 """Most recomputes, as a multiple of the program's ops; beyond, the run does not fit."""
-
-CHUNK_OPS = 256
-"""Ops between two checks of the time limit."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +66,13 @@ class OnlineRun:
 def simulate_arena(
     problem: Problem,
     request: Request,
-    rule: int,
+    rule: Rule,
     *,
     partition: bool,
     inplace: bool,
     whole_closure: bool = True,
     dependents: bool = True,
-    transfers: int = 0,
+    transfers: Transfers | None = None,
     gaps: bool = True,
 ) -> OnlineRun:
     """
@@ -87,6 +84,7 @@ def simulate_arena(
         DoesNotFitError: an op does not fit.
         TimeLimitError: the request's deadline has passed.
     """
+    transfers = transfers or Transfers()
     unit = problem.alignment
     floor, units = request.arena_bytes // unit * unit, problem.rounded(request.arena_bytes)
     new_arena = partial(
@@ -115,25 +113,26 @@ def _simulate(
     problem: Problem,
     request: Request,
     new_arena: Callable[[int], ArenaState],
-    rule: int,
+    rule: Rule,
     inplace: bool,
-    transfers: int,
+    transfers: Transfers,
 ) -> OnlineRun:
     """Execute the step in the arena that `new_arena` makes for a number of events."""
     arrays = to_arrays(problem)
     n = problem.op_count
     max_events = n * (MAX_RECOMPUTES_PER_OP + 1)
     record = min(max_events, 4 * n + 64)  # it doubles when full
-    if transfers:
+    if transfers.swaps:
         record += 4 * problem.tensor_count
     while True:
         state = new_arena(record)
         status = DONE
-        for start in range(0, n, CHUNK_OPS):
+        chunk = 256  # ops between two checks of the time limit
+        for start in range(0, n, chunk):
             request.check_time()
             if request.progress is not None:
                 request.progress(Progress("simulating", start / n))
-            stop = min(start + CHUNK_OPS, n)
+            stop = min(start + chunk, n)
             status = advance(arrays, state, start, stop, max_events, rule, inplace)
             if status != DONE:
                 break

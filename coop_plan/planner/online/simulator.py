@@ -7,16 +7,16 @@ from coop_plan.planner.online import columns as c
 from coop_plan.planner.online.delta import end_copies, next_release, start_copies_ahead
 from coop_plan.planner.online.neighbours import mark_evicted, mark_resident
 from coop_plan.planner.online.space import NO_ROOM, allocate, find, free_bytes, release
-from coop_plan.planner.online.state import ArenaState
+from coop_plan.planner.online.state import ArenaState, Rule
 from coop_plan.planner.online.transfers import begin_prefetch, end_offload, end_prefetch
-from coop_plan.planner.online.window import WINDOW, cheapest_tensor, cheapest_window
+from coop_plan.planner.online.window import cheapest_tensor, cheapest_window
 
 DONE, RECORD_FULL = -1, -2
 
 
 @njit
 def advance(
-    a: Arrays, s: ArenaState, start: int, stop: int, max_events: int, rule: int, inplace: bool
+    a: Arrays, s: ArenaState, start: int, stop: int, max_events: int, rule: Rule, inplace: bool
 ) -> int:
     """Execute the ops `start` to `stop` - 1 of the program.
 
@@ -29,7 +29,7 @@ def advance(
         if status != DONE:
             return status
         _release_operands(a, s, position, position + 1, position)
-        if s.transfers != 0:
+        if s.transfers.swaps:
             start_copies_ahead(a, s, position)
             if position == a.ops - 1:
                 end_copies(s)
@@ -61,7 +61,9 @@ def _pin_closure(a: Arrays, s: ArenaState, goal: int) -> None:
 
 
 @inner
-def _compute(a: Arrays, s: ArenaState, goal: int, max_events: int, rule: int, inplace: bool) -> int:
+def _compute(
+    a: Arrays, s: ArenaState, goal: int, max_events: int, rule: Rule, inplace: bool
+) -> int:
     """Run the closure of `goal` depth first; each op unpins its inputs after its run.
 
     Without `whole_closure` an op pins its inputs when it is first on the stack, before missing ones
@@ -95,10 +97,10 @@ def _compute(a: Arrays, s: ArenaState, goal: int, max_events: int, rule: int, in
             s.counts[c.EVENTS] == s.event.shape[1]
             or s.counts[c.OFFSETS] + a.makes_ptr[op + 1] - a.makes_ptr[op] > s.record.shape[1]
             or s.counts[c.NODES] + 2 * s.times.shape[1] > s.record.shape[1]
-            or (s.transfers and s.counts[c.EVENTS] + 3 * s.times.shape[1] > s.event.shape[1])
+            or (s.transfers.swaps and s.counts[c.EVENTS] + 3 * s.times.shape[1] > s.event.shape[1])
         ):
             return RECORD_FULL
-        if s.transfers != 0 and not _prefetch_inputs(a, s, op, rule):
+        if s.transfers.swaps and not _prefetch_inputs(a, s, op, rule):
             return goal
         if not _execute(a, s, op, goal, rule, inplace):
             return goal
@@ -106,7 +108,7 @@ def _compute(a: Arrays, s: ArenaState, goal: int, max_events: int, rule: int, in
 
 
 @inner
-def _execute(a: Arrays, s: ArenaState, op: int, position: int, rule: int, inplace: bool) -> bool:
+def _execute(a: Arrays, s: ArenaState, op: int, position: int, rule: Rule, inplace: bool) -> bool:
     """Run `op` once; False if an output or the workspace does not fit."""
     low, high = a.makes_ptr[op], a.makes_ptr[op + 1]
     no_tensor = s.times.shape[1]
@@ -153,7 +155,7 @@ def _execute(a: Arrays, s: ArenaState, op: int, position: int, rule: int, inplac
             s.transient[s.counts[c.TRANSIENT]] = at
             s.counts[c.TRANSIENT] += 1
     # Compute waits for prefetches of its inputs.
-    if s.transfers != 0:
+    if s.transfers.swaps:
         for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
             if s.tensor[c.ARRIVING, a.reads[k]] == 1:
                 end_prefetch(s, a.reads[k])
@@ -186,7 +188,7 @@ def _execute(a: Arrays, s: ArenaState, op: int, position: int, rule: int, inplac
 
 
 @inner
-def _prefetch_inputs(a: Arrays, s: ArenaState, op: int, rule: int) -> bool:
+def _prefetch_inputs(a: Arrays, s: ArenaState, op: int, rule: Rule) -> bool:
     """Begin to prefetch the inputs of `op` that are on the host; False if one does not fit."""
     for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
         t = a.reads[k]
@@ -226,7 +228,7 @@ def _choose_inplace(a: Arrays, s: ArenaState, op: int, position: int) -> None:
 
 
 @inner
-def _allocate(a: Arrays, s: ArenaState, size: int, owner: int, op: int, rule: int) -> int:
+def _allocate(a: Arrays, s: ArenaState, size: int, owner: int, op: int, rule: Rule) -> int:
     """Offset of `size` bytes after as many evictions as needed, or `NO_ROOM`."""
     if size == 0:
         return 0
@@ -234,10 +236,10 @@ def _allocate(a: Arrays, s: ArenaState, size: int, owner: int, op: int, rule: in
     if at != NO_ROOM:
         return at
     while at == NO_ROOM:
-        if s.transfers != 0:
+        if s.transfers.swaps:
             victims = next_release(a, s)
         else:
-            victims = cheapest_window(s, size) if rule == WINDOW else cheapest_tensor(s, rule)
+            victims = cheapest_window(s, size) if rule.window else cheapest_tensor(s, rule)
         if victims == 0:
             return NO_ROOM
         s.counts[c.EVICTED] += victims

@@ -9,12 +9,26 @@ from coop_plan.planner.core.arrays import Flags, Floats, FloatTable, Ints, IntTa
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.online import columns as c
 
-UNLIMITED = 2**62
-"""Arena size that no step needs, bytes."""
-
-
 MIN_STALENESS_US = 1e-3
 """Lower bound on the staleness of a tensor in a score, µs."""
+
+
+class Rule(NamedTuple):
+    """Choice of victims: Coop's window, DTR's tensor, or DTE's (`counts_neighbours`)."""
+
+    window: bool = False
+    counts_neighbours: bool = False
+
+
+class Transfers(NamedTuple):
+    """Parts of a method with transfers (`planner.online.delta`); by default there are none."""
+
+    swaps: bool = False
+    recomputes: bool = False
+    filter: bool = False
+    director: bool = False
+    prefetch: bool = False
+    overlap: bool = False
 
 
 class ArenaState(NamedTuple):
@@ -25,9 +39,8 @@ class ArenaState(NamedTuple):
     the current op. Sizes and offsets are bytes, times µs. `near_ptr` and `near` are the adjacency
     of e*, `component` the cost of each component.
 
-    `out_us` and `in_us` are the times of a tensor's copies to the host and back. `transfers` holds
-    the flags of `planner.online.transfers`, 0 for none. At least `reserve_bytes` shall be free or
-    being offloaded after each op.
+    `out_us` and `in_us` are the times of a tensor's copies to the host and back. At least
+    `reserve_bytes` shall be free or being offloaded after each op.
 
     With `whole_closure` 1 an op's whole recompute closure is pinned at once, a tensor read only by
     it is freed with its last pin, and an access is dated to the start of an op that reads or writes
@@ -52,7 +65,7 @@ class ArenaState(NamedTuple):
     transient: Ints
     out_us: Floats
     in_us: Floats
-    transfers: int
+    transfers: Transfers
     host_budget: int
     reserve_bytes: int
     whole_closure: int
@@ -66,7 +79,7 @@ def empty_arena(
     partition: bool,
     whole_closure: bool = True,
     dependents: bool = True,
-    transfers: int = 0,
+    transfers: Transfers | None = None,
     gaps: bool = True,
 ) -> ArenaState:
     """An empty arena of `capacity` bytes with a record of up to `events` events.
@@ -74,6 +87,7 @@ def empty_arena(
     Without `gaps` only bytes count: addresses are unlimited, so no free block is too small. For
     `dependents` see `_neighbours`.
     """
+    transfers = transfers or Transfers()
     n, count = problem.op_count, problem.tensor_count
     max_outputs = max((len(tensors) for tensors in problem.op_outputs), default=0)
     outputs = max(1, sum(len(tensors) for tensors in problem.op_outputs))
@@ -106,7 +120,7 @@ def empty_arena(
         whole_closure=int(whole_closure),
     )
     state.tensor[c.NODE] = -1
-    if transfers and problem.device.linked:
+    if transfers.swaps and problem.device.linked:
         device, size = problem.device, np.array(problem.bytes)
         state.tensor[c.MOVABLE, :count] = np.array(problem.movable) > np.array(problem.is_output)
         state.out_us[:] = device.copy_latency_us + size * 1e6 / device.d2h_bytes_per_s
@@ -117,7 +131,7 @@ def empty_arena(
         state.op[c.FROM_RIGHT] = _is_expensive(problem)
     if capacity:
         state.block[[c.BLOCK_AT, c.HOLE_AT], 0] = 0
-        state.block[[c.BLOCK_SIZE, c.HOLE_SIZE], 0] = capacity if gaps else UNLIMITED
+        state.block[[c.BLOCK_SIZE, c.HOLE_SIZE], 0] = capacity if gaps else 1 << 62
         state.block[c.OWNER, 0] = c.FREE
         state.counts[c.BLOCKS] = state.counts[c.HOLES] = 1
     return state

@@ -7,9 +7,6 @@ from coop_plan.planner.online import columns as c
 from coop_plan.planner.online.neighbours import mark_resident, neighbour_cost
 from coop_plan.planner.online.state import ArenaState
 
-SWAPS_OUT, DIRECTS, RECOMPUTES, FILTERS, PREFETCHES, OVERLAPS = 1, 2, 4, 8, 16, 32
-"""Flags of a method with transfers, see `planner.online.delta`."""
-
 
 @inlined
 def _record(s: ArenaState, do: int, t: int) -> None:
@@ -84,6 +81,6 @@ def directed_to_host(a: Arrays, s: ArenaState, t: int, evictable: bool) -> bool:
     copy_us = swap_us(a, s, t)
     if copy_us == float("inf"):
         return False
-    if not evictable or s.transfers & DIRECTS == 0:
+    if not evictable or not s.transfers.director:
         return True
     return bool(copy_us < neighbour_cost(s, t))

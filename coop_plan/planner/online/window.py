@@ -5,10 +5,7 @@ import numpy as np
 from coop_plan.planner.core.jit import inlined, inner
 from coop_plan.planner.online import columns as c
 from coop_plan.planner.online.neighbours import neighbour_cost
-from coop_plan.planner.online.state import MIN_STALENESS_US, ArenaState
-
-WINDOW, SINGLE, SINGLE_WITH_NEIGHBOURS = range(3)
-"""Eviction rules of Coop, DTR and DTE."""
+from coop_plan.planner.online.state import MIN_STALENESS_US, ArenaState, Rule
 
 
 @inlined
@@ -57,7 +54,7 @@ def cheapest_window(s: ArenaState, size: int) -> int:
 
 
 @inner
-def cheapest_tensor(s: ArenaState, rule: int) -> int:
+def cheapest_tensor(s: ArenaState, rule: Rule) -> int:
     """DTR's and DTE's victim: the tensor with the least cost / (bytes × staleness).
 
     DTE adds adjacent free bytes to the tensor's own. Returns the number of victims, 1 or 0.
@@ -69,7 +66,7 @@ def cheapest_tensor(s: ArenaState, rule: int) -> int:
         if owner == c.FREE:
             continue
         room = s.block[c.BLOCK_SIZE, block]
-        if rule == SINGLE_WITH_NEIGHBOURS:
+        if rule.counts_neighbours:
             if block > 0 and s.block[c.OWNER, block - 1] == c.FREE:
                 room += s.block[c.BLOCK_SIZE, block - 1]
             if block + 1 < s.counts[c.BLOCKS] and s.block[c.OWNER, block + 1] == c.FREE:

@@ -21,12 +21,6 @@ from coop_plan.planner.placement.task import Task, aligned, high_end, low_end
 
 FOUND, IMPOSSIBLE, UNKNOWN = 1, 0, -1
 
-_CHOOSE, _BRANCH, _BACKTRACK = 0, 1, 2
-"""Next step of the search."""
-
-_PLACE, _POSTPONE, _PLACE_ONLY = 0, 1, 2
-"""Branches of a node: in the gap; above it; in the gap, where the other branch is dominated."""
-
 
 class PartialPlacement(NamedTuple):
     """State of the search: bounds of the unplaced buffers, with a trail to undo changes."""
@@ -377,6 +371,9 @@ def depth_first(
             return IMPOSSIBLE, 0
     if not _sections_fit(task, s):
         return IMPOSSIBLE, 0
+    choose, decide, backtrack = 0, 1, 2  # next step of the search
+    # Branches of a node: in the gap; above it; in the gap, where the other branch is dominated.
+    place, postpone, place_only = 0, 1, 2
     # Per level of the search: its interval, the chosen buffer with its branch, and marks to undo.
     levels = 6 * count + 10
     low, high = np.zeros(levels, np.int64), np.zeros(levels, np.int64)
@@ -385,57 +382,57 @@ def depth_first(
     chosen, branch = np.zeros(levels, np.int64), np.zeros(levels, np.int64)
     trail_mark, interval_mark = np.zeros(levels, np.int64), np.zeros(levels, np.int64)
     interval = np.empty((4 * count + 4, 4), np.int64)  # low, high, back, next in the list
-    intervals, nodes, depth, step = 0, 0, -1, _CHOOSE
+    intervals, nodes, depth, step = 0, 0, -1, choose
     while True:
         if depth >= 0:
-            if step == _CHOOSE:
+            if step == choose:
                 i = _choose(task, s, rank, weight, focus, low[depth], high[depth])
                 chosen[depth] = i
-                branch[depth] = _PLACE
+                branch[depth] = place
                 trail_mark[depth] = s.top[0]
-                step = _BRANCH if i >= 0 else _BACKTRACK
-            if step == _BACKTRACK:
+                step = decide if i >= 0 else backtrack
+            if step == backtrack:
                 # Undo all levels down to `to`, then try its other branch if there is one.
                 to = back[depth]
                 if to < 0:
                     return IMPOSSIBLE, nodes
                 for level in range(depth - 1, to - 1, -1):
                     _rewind(s, trail_mark[level])
-                    if branch[level] != _POSTPONE:
+                    if branch[level] != postpone:
                         _mark_unplaced(task, s, chosen[level])
                 depth = to
                 intervals = interval_mark[depth]
-                if branch[depth] != _PLACE:
+                if branch[depth] != place:
                     continue
-                branch[depth] = _POSTPONE
-                step = _BRANCH
+                branch[depth] = postpone
+                step = decide
             nodes += 1
             if nodes > max_nodes or depth > levels - 3 or s.top[0] + 3 * count > len(s.trail_at):
                 return UNKNOWN, nodes
             i = chosen[depth]
             s.dirty[0], s.dirty[1] = task.first[i], task.last[i]
             fits = True
-            if branch[depth] == _POSTPONE:
+            if branch[depth] == postpone:
                 _set(s, 2 * count + i, s.gap[i])
             else:
                 result = _place(task, s, i)
                 fits = result > 0
                 if result == 2:
-                    branch[depth] = _PLACE_ONLY
+                    branch[depth] = place_only
             fits = fits and _postponed_fit(task, s, low[depth], high[depth])
             fits = fits and _sections_fit(task, s)
             if not fits:
                 # A dead end: the other branch of this node, else backtrack.
                 _rewind(s, trail_mark[depth])
-                step = _BACKTRACK
-                if branch[depth] != _POSTPONE:
+                step = backtrack
+                if branch[depth] != postpone:
                     _mark_unplaced(task, s, i)
-                if branch[depth] == _PLACE:
-                    branch[depth] = _POSTPONE
-                    step = _BRANCH
+                if branch[depth] == place:
+                    branch[depth] = postpone
+                    step = decide
                 continue
-            step = _CHOOSE
-            if branch[depth] == _POSTPONE:
+            step = choose
+            if branch[depth] == postpone:
                 # No buffer was placed, so the interval does not split.
                 low[depth + 1], high[depth + 1] = low[depth], high[depth]
                 back[depth + 1], queue[depth + 1] = depth, queue[depth]

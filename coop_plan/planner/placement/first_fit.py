@@ -7,15 +7,6 @@ from coop_plan.planner.core.jit import inner, njit
 from coop_plan.planner.placement.instance import Instance
 from coop_plan.planner.placement.windows import first_fit_pieces
 
-MERGED = 4
-"""Most buckets that are merged for a buffer; those of a longer one are sorted."""
-
-SECTIONS = 16
-"""Fewest sections of a bucket."""
-
-FEWEST = 8
-"""Fewest buckets; where buffers live so long that there were fewer, there is one."""
-
 
 @inner
 def _bucket_width(first: Ints, last: Ints, height: Ints) -> int:
@@ -25,7 +16,7 @@ def _bucket_width(first: Ints, last: Ints, height: Ints) -> int:
         if height[i] > 0:
             total += last[i] - first[i]
             solid += 1
-    return max(SECTIONS, total // solid)
+    return max(16, total // solid)
 
 
 @inner
@@ -59,7 +50,7 @@ def _fit_in_order(
     offsets = np.zeros(count, np.int64)
     sections = max(1, last.max())
     width = _bucket_width(first, last, height)
-    if width * FEWEST > sections:
+    if width * 8 > sections:  # fewer buckets than that are of no use
         width = sections
     begins = np.zeros(sections // width + 2, np.int64)
     for i in range(count):
@@ -68,7 +59,8 @@ def _fit_in_order(
     begins = begins.cumsum()
     ends = begins[:-1].copy()
     items = np.empty(begins[-1], np.int64)
-    head, stop = np.empty(MERGED, np.int64), np.empty(MERGED, np.int64)
+    merged = 4  # most buckets that are merged for a buffer; those of a longer one are sorted
+    head, stop = np.empty(merged, np.int64), np.empty(merged, np.int64)
     seen = np.full(count, -1, np.int64)
     # First the buffers with fixed offsets, then all others.
     for fill in range(2):
@@ -85,7 +77,7 @@ def _fit_in_order(
             else:
                 # The lists of placed buffers to compare with, each by offset.
                 source, lists = items, high - low
-                if lists <= MERGED:
+                if lists <= merged:
                     for q in range(lists):
                         head[q], stop[q] = begins[low + q], ends[low + q]
                 else:

@@ -8,16 +8,13 @@ from coop_plan.planner.core.arrays import Floats, Ints
 from coop_plan.planner.placement.first_fit import first_fit
 from coop_plan.planner.placement.instance import Instance
 from coop_plan.planner.placement.keys import order_by, simple_orders, sort_keys, spread
-from coop_plan.planner.placement.skyline import drop, skyline
+from coop_plan.planner.placement.skyline import skyline
 
 ORDERS = ("TAW", "TW", "WT", "A", "ZW")
 """The plain orders, as letters of sort keys (`planner.placement.keys`)."""
 
 FIRST_FIT_MOST = 12_000
 """Buffers above which unconstrained instances are packed as skylines only, not by first fit."""
-
-DECAY = 0.95
-"""Decay of blame: the share kept from one pass of a chain to the next."""
 
 
 def placements(
@@ -35,12 +32,12 @@ def placements(
     unconstrained = instance.is_plain
     if hint is not None:
         hint = completed(hint, orders[0])
-        yield drop(instance, hint) if unconstrained else first_fit(instance, hint)
+        yield first_fit(instance, hint)
     if unconstrained:
         for order in orders:
             yield skyline(instance, order)
     if not unconstrained or instance.count <= FIRST_FIT_MOST:
-        for order in orders if hint is None else [hint, *orders]:
+        for order in orders:
             yield first_fit(instance, order)
     for order in simple_orders(instance)[: simple_count(instance.count, scans)]:
         yield first_fit(instance, order, best=True)
@@ -85,16 +82,17 @@ class _Chain:
     def blame(
         self, instance: Instance, offsets: Ints, goal: int, random: np.random.Generator
     ) -> None:
+        decay = 0.95  # share of the blame that is kept from one pass to the next
         above = offsets * instance.alignment + instance.size > goal
         if self.stride:
             self.forward[above] += self.stride * random.random(int(above.sum()))
-            self.forward *= DECAY
+            self.forward *= decay
             return
         change = np.zeros(instance.sections + 1)
         np.add.at(change, instance.first[above], 1.0)
         np.add.at(change, instance.last[above], -1.0)
         count = change.cumsum()[:-1]
-        old = DECAY * self.weight if len(self.weight) else np.zeros(instance.sections)
+        old = decay * self.weight if len(self.weight) else np.zeros(instance.sections)
         self.weight = old + count / max(1.0, count.max(initial=0.0))
         share = spread(self.weight, instance.first, instance.last)
         self.forward = random.choice((0.1, 0.3, 1.0)) * share

@@ -9,9 +9,6 @@ from coop_plan.planner.placement import Placement, place
 WORK = 20_000_000
 """Work of `planner.placement.place` for one layout, about 0.07 s."""
 
-WORK_PER_SECOND = 280_000_000
-"""Work per second, approximately, for callers with a deadline."""
-
 
 class HostLayout(NamedTuple):
     """Byte offsets of a schedule's copies in the host slab, per offload, and the slab's size."""
@@ -44,7 +41,6 @@ def fit(
     capacity: int | None,
     *,
     work: int = WORK,
-    order_hint: Ints | None = None,
 ) -> Placement:
     """Placement of `blocks`; see `place` for the parameters."""
     return place(
@@ -54,7 +50,6 @@ def fit(
         capacity=capacity,
         alignment=alignment,
         work=work,
-        order_hint=order_hint,
     )
 
 
@@ -63,17 +58,16 @@ def lay_out(
     capacity: int | None = None,
     *,
     work: int = WORK,
-    order_hint: Ints | None = None,
 ) -> Layout:
     """Place every buffer and workspace of `schedule`.
 
     Sizes are exact: the topmost block need not end at a multiple of the alignment. With `capacity`
     (bytes) placement stops at the first layout that fits; the result may still exceed it. `work` is
-    `place`'s, 0 for greedy layouts only; `order_hint` is that of an earlier layout of the schedule.
+    `place`'s, 0 for greedy layouts only.
     """
     blocks = schedule.blocks()
     alignment = schedule.problem.alignment
-    placement = fit(blocks, alignment, capacity, work=work, order_hint=order_hint)
+    placement = fit(blocks, alignment, capacity, work=work)
     return Layout(schedule.place(placement.offsets, blocks), placement)
 
 

@@ -18,7 +18,7 @@ from coop_plan.planner.core.jit import njit
 from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE, UNKNOWN, depth_first
 from coop_plan.planner.placement.instance import Instance
 from coop_plan.planner.placement.keys import live_profile, order_by, sort_keys, spread
-from coop_plan.planner.placement.task import RECTANGLES, Task, Windows
+from coop_plan.planner.placement.task import Task, Windows
 from coop_plan.planner.placement.windows import window_neighbours
 
 ORDERS = ("TWA", "TAW", "WAT", "ATW", "UW")
@@ -74,7 +74,7 @@ class Component:
         if instance.pieces is None:
             self.near = neighbours(self.first, self.last)
             self.member = members(self.first, self.last, self.sections)
-            self.windows = RECTANGLES
+            self.windows = Windows(False, *[np.empty(0, np.int64)] * 4)
         else:
             parts = instance.pieces.of(buffers, low)
             start, near, below, above = window_neighbours(parts, instance.alignment)

@@ -18,9 +18,6 @@ from coop_plan.planner.placement.restarts import Effort, components, fit
 
 UNLIMITED = 1 << 62
 
-SECONDS_PER_VISIT = 3.5e-9
-"""Time per unit of work, about."""
-
 MOST_BUFFERS = 4_000
 """Buffers of an instance above which there is no exact search."""
 
@@ -100,7 +97,7 @@ def place(
     deadline = None if time_limit is None else began + time_limit
     hint = None if order_hint is None else _ints(order_hint)
     if time_limit is not None:
-        scans = int(time_limit / SECONDS_PER_VISIT)
+        scans = int(time_limit / 3.5e-9)
     passes = _passes(instance.count, work > 0, deadline is not None)
     passes += 2 * simple_count(instance.count, scans)
     candidates = placements(instance, hint, goal, seed, scans)

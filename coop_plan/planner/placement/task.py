@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-import numpy as np
-
 from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.jit import inlined
 
@@ -18,10 +16,6 @@ class Windows(NamedTuple):
     member_low: Ints
     member_height: Ints
     """Units that a member of a section occupies there, from its offset."""
-
-
-NONE = np.empty(0, np.int64)
-RECTANGLES = Windows(False, NONE, NONE, NONE, NONE)
 
 
 class Task(NamedTuple):

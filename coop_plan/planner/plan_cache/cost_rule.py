@@ -17,13 +17,8 @@ from coop_plan.schemas import Graph
 TOLERANCE = 0.01
 """Share by which a plan made for other costs may exceed its carried bound."""
 
-RECOMPUTES = 8
-"""Recomputes of an op that the rule foresees, if the op is relatively cheaper for the caller."""
-
 DEVICE_COSTS = 3
 """Entries of `all_costs` that are the device's."""
-
-CLASS_PARTS = 8
 
 
 def all_costs(graph: Graph) -> list[float]:
@@ -50,7 +45,7 @@ def cost_class(costs: Sequence[float]) -> str:
     """
     ops = np.array(costs[DEVICE_COSTS:], np.float64)
     total = float(ops.sum()) or 1.0
-    shares = [round(float(part.sum()) / total * 8) for part in np.array_split(ops, CLASS_PARTS)]
+    shares = [round(float(part.sum()) / total * 8) for part in np.array_split(ops, 8)]
     rates = [round(log2(rate * total)) for rate in costs[: DEVICE_COSTS - 1] if rate]
     return "-".join(map(str, shares + rates))
 

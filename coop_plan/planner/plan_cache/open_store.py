@@ -5,12 +5,10 @@ from pathlib import Path
 from coop_plan.planner.plan_cache.store import PlanStore, SqliteStore, StoreError, without_password
 from coop_plan.schemas.errors import missing_package
 
-SCHEMES = ("redis://", "rediss://", "unix://")
-
 
 def in_redis(address: str) -> bool:
     """True if the address is that of a Redis; all others are file paths."""
-    return address.startswith(SCHEMES)
+    return address.startswith(("redis://", "rediss://", "unix://"))
 
 
 def open_store(address: str, secret: bytes, max_bytes: int = 1 << 30) -> PlanStore:

@@ -20,9 +20,6 @@ ALTERNATIVES = 4
 WRITE_MS = 1500
 """Limit on the wait for another writer of an SQLite file."""
 
-ACCESS_SECONDS = 3600
-"""Resolution of the time of last use."""
-
 CANDIDATES = 4
 """Limit of keys that `keys_at_most` returns."""
 
@@ -208,12 +205,12 @@ class SqliteStore:
         ]
 
     def _select(self, column: str, key: str) -> list[tuple[int, bytes]]:
-        """Slot and `column` of each record of a key; updates the time of last use."""
+        """Slot and `column` of each record of a key; updates the time of last use once an hour."""
         now = int(time.time())
         query = f"select slot, {column}, used from answer where key = ? order by slot"  # noqa: S608
         with self._lock:
             rows = self._connection.execute(query, (key,)).fetchall()
-            if any(used < now - ACCESS_SECONDS for _, _, used in rows):
+            if any(used < now - 3600 for _, _, used in rows):
                 self._connection.execute("pragma busy_timeout=0")
                 with contextlib.suppress(sqlite3.Error):  # a read-only store, or another writer
                     self._connection.execute("update answer set used = ? where key = ?", (now, key))

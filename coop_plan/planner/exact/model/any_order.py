@@ -23,10 +23,10 @@ op's first run.
 from dataclasses import dataclass, field
 
 from coop_plan.planner.core.memory_bounds import working_sets
-from coop_plan.planner.exact.model.milp import INFINITY, Milp, Terms
+from coop_plan.planner.exact.model.milp import INFINITY, ROUNDING, Milp, Terms
 from coop_plan.planner.exact.model.point_selection import Ancestry
 from coop_plan.planner.exact.model.program import Program
-from coop_plan.planner.exact.model.timepoint import COST_SCALE, ROUNDING
+from coop_plan.planner.exact.model.timepoint import COST_SCALE
 
 
 @dataclass

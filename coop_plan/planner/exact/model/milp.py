@@ -12,6 +12,9 @@ if TYPE_CHECKING:  # the solver's process, which starts for every plan, needs no
 
 INFINITY = math.inf
 
+ROUNDING = 1e-9
+"""Relative slack of memory rows, so that scaling by the capacity cuts off no solution."""
+
 Terms = list[tuple[int, float]]
 """A linear expression: (column, coefficient) pairs, each column at most once."""
 

@@ -58,14 +58,11 @@ class Path:
 class PathCuts:
     """Cuts found so far; they hold for every model with their time points.
 
-    Cuts are added from `min_violation` on. `quick` trades the quality of the bound for speed, to
-    compare models; `rounds` limits the number of relaxations solved.
+    Cuts are added from `min_violation` on.
     """
 
     min_violation: float = DEFAULTS.min_violation
     paths: list[Path] = field(default_factory=list)
-    quick: bool = False
-    rounds: int | None = None
 
     def strengthen(
         self,
@@ -88,8 +85,6 @@ class PathCuts:
         # less moves on to the next pair; after the last one separation ends. Bounds are valid at
         # any accuracy.
         precision = [(1e-2, 2e-2), (3e-3, 5e-3), (1e-3, 5e-4), (1e-3, 5e-4)]
-        if self.quick:
-            precision = [(1e-2, 2e-2)] * 2
         stalled = 0
         solved = 0
         # PDLP is slow with transfers.
@@ -107,8 +102,6 @@ class PathCuts:
             if answer.values is None:
                 break
             last = answer
-            if solved == self.rounds:
-                break
             found = _violated(model, answer.values, set(self.paths), deadline, self.min_violation)
             for path in found:
                 _add(relaxed, model, path)

@@ -10,9 +10,6 @@ from coop_plan.planner.keep_all import keep_all_schedule
 
 T = TypeVar("T")
 
-MAX_CANDIDATES = 1000
-"""Maximum number of ops examined for the first time point of a chain."""
-
 
 def initial_points(program: Program, capacity: int, count: int) -> list[int]:
     """At most `count` ops and the end of the step, in program order.
@@ -130,7 +127,7 @@ def _fullest(ancestry: Ancestry, ops: Sequence[int]) -> int:
     """The op with the most bytes live in every order, at most those of keep-all in this order."""
     live = keep_all_schedule(ancestry.program.problem).live_bytes()
     best, most = ops[0], -1
-    for op in sorted(ops, key=lambda op: -int(live[op]))[:MAX_CANDIDATES]:
+    for op in sorted(ops, key=lambda op: -int(live[op]))[:1000]:
         if live[op] <= most:
             break
         if (live_bytes := ancestry.live_bytes(op)) > most:

@@ -31,16 +31,13 @@ from math import fsum
 from coop_plan.planner.core.errors import TimeLimitError
 from coop_plan.planner.core.memory_bounds import working_sets
 from coop_plan.planner.core.problem import Pair
-from coop_plan.planner.exact.model.milp import INFINITY, Milp, Terms
+from coop_plan.planner.exact.model.milp import INFINITY, ROUNDING, Milp, Terms
 from coop_plan.planner.exact.model.overwriting import Overwriting
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.transfers import Transfers
 
 COST_SCALE = 1e4
 """Base cost in a model's units, chosen far above solver tolerances."""
-
-ROUNDING = 1e-9
-"""Relative slack of memory rows, so that scaling by the capacity cuts off no solution."""
 
 
 @dataclass

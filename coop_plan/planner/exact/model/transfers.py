@@ -40,19 +40,13 @@ Every row holds for these values:
   An offload begins after the first run of its producer.
 
 The objective, recompute cost plus stalls, is the makespan less the base cost. It does not grow with
-fewer bytes or shorter transfers, so both may be capped (`LONGEST_COPY`).
+fewer bytes or shorter transfers, so both may be capped.
 """
 
 from dataclasses import dataclass, field
 
-from coop_plan.planner.exact.model.milp import INFINITY, Terms
+from coop_plan.planner.exact.model.milp import INFINITY, ROUNDING, Terms
 from coop_plan.planner.exact.model.segments import Segments
-
-ROUNDING = 1e-9
-"""Relative slack of the host's memory rows (see `planner.exact.model.timepoint`)."""
-
-LONGEST_COPY = 10.0
-"""Cap on a transfer's time in base costs, to stay within solver tolerances."""
 
 
 @dataclass
@@ -76,7 +70,8 @@ class Transfers:
     def __post_init__(self) -> None:
         host_link, unit = self.model.program.host_link, self.model.cost_unit
         assert host_link is not None
-        longest = LONGEST_COPY * max(self.model.program.problem.base_cost_us, unit)
+        # Capped at ten base costs, to stay within solver tolerances.
+        longest = 10.0 * max(self.model.program.problem.base_cost_us, unit)
         self.to_host = [min(us, longest) / unit for us in host_link.to_host_us]
         self.to_device = [min(us, longest) / unit for us in host_link.to_device_us]
         self.host_capacity = host_link.host_capacity

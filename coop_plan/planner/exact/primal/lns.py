@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 
 from coop_plan.planner.exact.model.milp import Answer, Milp, Outcome
-from coop_plan.planner.exact.model.timepoint import ROUNDING, TimePointModel
+from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.solver.process import SolverProcess
 
 STEP_SECONDS = 3.0
@@ -20,16 +20,13 @@ STEP_SECONDS = 3.0
 RELATIVE_GAP = 1e-3
 """Relative gap to which a neighbourhood is solved."""
 
-FIRST_WIDTH = 0.12
-"""Initial share of the program in a neighbourhood."""
-
 
 class Neighbourhoods:
     """Draws neighbourhoods; each of the three kinds adapts its own width."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)  # noqa: S311  (no secret)
-        self.widths = [FIRST_WIDTH] * 3
+        self.widths = [0.12] * 3  # shares of the program
         self._kind = 0
 
     def next(self, model: TimePointModel, values: list[float]) -> Milp:
@@ -43,17 +40,6 @@ class Neighbourhoods:
             ops = {*self._stretch(n, width / 2), *self._stretch(n, width / 2)}
             return neighbourhood(model, values, ops, range(0))
         return neighbourhood(model, values, range(0), self._stretch(segments, width))
-
-    def near_segment(self, model: TimePointModel, values: list[float], k: int) -> Milp:
-        """The program with segments near k and residents of k free, whose memory rows must hold."""
-        width = self.widths[self._kind]
-        near = int(len(model.points) * width / 2) + 1
-        segments = range(max(0, k - near), min(len(model.points), k + near + 1))
-        columns = model.x[k].items()
-        here = (t for t, c in columns if c is None or values[c] > 0.5)
-        most = width / FIRST_WIDTH
-        ops = {model.program.problem.producer[t] for t in here if self.rng.random() < most}
-        return neighbourhood(model, values, ops, segments, segments)
 
     def _stretch(self, count: int, share: float) -> range:
         width = int(count * share) + 1
@@ -93,14 +79,13 @@ def neighbourhood(
     values: list[float],
     ops: range | set[int],
     segments: range,
-    strict: range = range(0),
 ) -> Milp:
     """The program with all but some ops and segments fixed to a solution.
 
     Free are, in all segments, the tensors made and the ops first run in `ops`, and the variants of
     the ops that read those tensors, as a forward op and its backward choose together; and all
     decisions in `segments`. So are columns other than F, X and Y. Memory rows that the solution
-    violates are relaxed to its values, except in `strict` segments.
+    violates are relaxed to its values.
     """
     program, problem = model.program, model.program.problem
     fixed = list[int]()
@@ -119,20 +104,10 @@ def neighbourhood(
     for column in fixed:
         lower[column] = upper[column] = float(round(values[column]))
     row_upper = list(model.milp.row_upper)
-    for k, rows in enumerate(_row_activity(model, values)):
-        for row, amount in rows.items() if k not in strict else ():
+    for rows in _row_activity(model, values):
+        for row, amount in rows.items():
             row_upper[row] = max(row_upper[row], amount)
     return replace(model.milp, lower=lower, upper=upper, row_upper=row_upper)
-
-
-def overfull_segments(model: TimePointModel, values: list[float]) -> dict[int, float]:
-    """Segments whose memory rows a solution violates → violation, as a share of the capacity."""
-    found = dict[int, float]()
-    for k, rows in enumerate(_row_activity(model, values)):
-        over = max((used - model.milp.row_upper[row] for row, used in rows.items()), default=0.0)
-        if over > ROUNDING:
-            found[k] = over
-    return found
 
 
 def _row_activity(model: TimePointModel, values: list[float]) -> list[dict[int, float]]:

@@ -9,7 +9,7 @@ climbing.
 Otherwise, from the cheapest schedule on, a neighbourhood of the program is solved (Shaw, Using
 constraint programming and local search methods to solve vehicle routing problems, CP 1998). Its
 solution is read out, each run's variant is re-selected, and the program is refined where the
-readout overflows. With a time limit the cheapest readout that overflows is repaired first. A
+readout overflows. A
 schedule counts once it has a layout.
 """
 
@@ -38,7 +38,6 @@ from coop_plan.planner.exact.primal.lns import (
     RELATIVE_GAP,
     STEP_SECONDS,
     Neighbourhoods,
-    overfull_segments,
 )
 from coop_plan.planner.exact.primal.readout import (
     NotRecomputableError,
@@ -51,10 +50,7 @@ from coop_plan.planner.exact.primal.warm_start import warm_start
 from coop_plan.planner.exact.solver.process import SolverProcess
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
 from coop_plan.planner.method import Request
-from coop_plan.planner.placement.layout import WORK, lay_out
-
-NO_TIME_LIMIT = 1e6
-"""Solver time limit without a deadline, s: work is counted instead."""
+from coop_plan.planner.placement.layout import lay_out
 
 SMALL_OPS = 60
 """Up to this many ops every op is a time point; programs are solved with a limit only."""
@@ -84,7 +80,6 @@ class VariantSearch:
         # Few time points at first, as a program solved to optimality bounds better.
         self.points = self._first_points(12)
         self.cuts = frozenset[tuple[int, int]]()
-        self._overfull: Schedule | None = None
 
     def _first_points(self, count: int) -> list[int]:
         """The op with the largest working set of each of `count` groups of ops over capacity."""
@@ -195,10 +190,8 @@ class VariantSearch:
         arena = self.request.arena_bytes
         if schedule.cost_us >= self.incumbent.cost_us - 1e-6 or not schedule.fits(arena):
             return False
-        layout = lay_out(schedule, arena, work=0)
-        if layout.placed.arena_bytes > arena:
-            layout = lay_out(schedule, arena, work=WORK, order_hint=layout.placement.order)
-        return self.incumbent.offer(self.program.versions.placed_to_original(layout.placed))
+        placed = lay_out(schedule, arena).placed
+        return self.incumbent.offer(self.program.versions.placed_to_original(placed))
 
     def _hill_climb(self, chosen: list[int]) -> None:
         """Exchange single variants, with the producers of their inputs, while that improves."""
@@ -237,7 +230,7 @@ class VariantSearch:
     def _until(self, seconds: float) -> float:
         deadline = self.request.deadline
         if deadline is None:
-            return time.monotonic() + NO_TIME_LIMIT
+            return time.monotonic() + 1e6  # no limit: work is counted instead
         return min(time.monotonic() + seconds, deadline)
 
     def run(self, *, prove: bool = False) -> None:
@@ -299,8 +292,6 @@ class VariantSearch:
         # Without a time limit a large program may take minutes to prove that nothing fits.
         if prove or small or self._timed:
             self._refine(process, model, until_placed=not (prove or small))
-        if self._timed and self._overfull is not None:
-            self._repair_overfull(process, self._overfull)
         self._search(process)
 
     def _model(self, capacity: int, *, ordered: bool = False) -> TimePointModel:
@@ -374,7 +365,6 @@ class VariantSearch:
         if schedule.cost_us < self.incumbent.cost_us and readout.overflows:
             # Refine by the readout as it is: re-selection may hide, at a cost, memory that the
             # program ignores.
-            self._overfull = schedule
             self._refine_model(readout.overflows)
         better = self._reselected(schedule.variants, capacity)
         least = self.incumbent.cost_us - 1e-6
@@ -409,29 +399,6 @@ class VariantSearch:
         """Values of a solution that may improve the best schedule after re-selection."""
         limit = self.incumbent.cost_us * 1.01
         return answer.values if model.bound_us(answer.objective) <= limit else None
-
-    def _repair_overfull(self, process: SolverProcess, schedule: Schedule) -> None:
-        """Solve neighbourhoods around overfull segments until the schedule fits."""
-        neighbourhoods = Neighbourhoods(0)
-        for _ in range(40):
-            model = self._model(self.capacity, ordered=True)
-            values = warm_start(model, schedule)
-            overfull = overfull_segments(model, values)
-            if self._done() or not overfull:
-                return
-            worst = max(overfull, key=lambda k: overfull[k])
-            part = neighbourhoods.near_segment(model, values, worst)
-            answer = self._answer(process, part, self._until(STEP_SECONDS), RELATIVE_GAP)
-            found = self._promising(model, answer)
-            if found is not None:
-                self._overfull = None
-                if self._read_schedule(model, found, self.capacity):
-                    return
-                if self._overfull is not None:
-                    schedule = self._overfull
-                elif answer.outcome is Outcome.OPTIMAL:
-                    return
-            neighbourhoods.adapt(answer.outcome)
 
     def _search(self, process: SolverProcess) -> None:
         """Solve neighbourhoods of the best schedule until the deadline or the work limit."""

@@ -10,22 +10,8 @@ from typing import Any
 from coop_plan.planner.exact.model.milp import Answer, Milp, Outcome
 from coop_plan.planner.exact.solver.jobs import PulpAnswer, SolveMilp, SolveProgress, SolvePulp
 
-SOLVERS = {
-    "highs": "SOLVER_TYPE_HIGHS",
-    "scip": "SOLVER_TYPE_GSCIP",
-    "cp-sat": "SOLVER_TYPE_CP_SAT",
-}
-
-OUTCOMES = {
-    "TERMINATION_REASON_OPTIMAL": Outcome.OPTIMAL,
-    "TERMINATION_REASON_INFEASIBLE": Outcome.INFEASIBLE,
-}
-
 NO_TIME_LIMIT = 1e6
 """Time limit that stands for none, s."""
-
-HIGHS_LOG = re.compile(r"%\s+(-?inf|-?[\d.e+]+)\s+(-?inf|-?[\d.e+]+)\s+(?:[\d.]+%|Large)")
-"""Dual bound and best objective in a line of HiGHS's branch-and-bound table."""
 
 
 def solve_milp(job: SolveMilp, seconds: float, progress: Callable[[SolveProgress], None]) -> Answer:
@@ -62,7 +48,9 @@ def _solve(job: SolveMilp, seconds: float, progress: Callable[[SolveProgress], N
 
     def read_log(lines: list[str]) -> None:
         for line in lines:
-            found = HIGHS_LOG.search(line)
+            # Dual bound and best objective of a line of HiGHS's branch-and-bound table.
+            number = r"(-?inf|-?[\d.e+]+)"
+            found = re.search(rf"%\s+{number}\s+{number}\s+(?:[\d.]+%|Large)", line)
             if found:
                 progress(SolveProgress(float(found[1]), float(found[2])))
 
@@ -78,7 +66,9 @@ def _solve(job: SolveMilp, seconds: float, progress: Callable[[SolveProgress], N
             for column, value in zip(solution_values.ids, solution_values.values, strict=True):
                 values[column] = value
     reason = result_pb2.TerminationReasonProto.Name(result.termination.reason)
-    outcome = OUTCOMES.get(reason, Outcome.UNKNOWN if values is None else Outcome.FEASIBLE)
+    outcome = Outcome.UNKNOWN if values is None else Outcome.FEASIBLE
+    if reason in ("TERMINATION_REASON_OPTIMAL", "TERMINATION_REASON_INFEASIBLE"):
+        outcome = Outcome[reason.removeprefix("TERMINATION_REASON_")]
     return Answer(outcome, bounds.dual_bound, bounds.primal_bound, values)
 
 
@@ -89,7 +79,8 @@ def run_mathopt(
     from ortools.math_opt import callback_pb2, model_parameters_pb2, parameters_pb2
     from ortools.math_opt.core.python import solver as core
 
-    kind = getattr(parameters_pb2, SOLVERS[solver])
+    names = {"highs": "HIGHS", "scip": "GSCIP", "cp-sat": "CP_SAT"}
+    kind = getattr(parameters_pb2, f"SOLVER_TYPE_{names[solver]}")
     initializer = parameters_pb2.SolverInitializerProto()
     options = model_parameters_pb2.ModelSolveParametersProto()
     callbacks = callback_pb2.CallbackRegistrationProto()

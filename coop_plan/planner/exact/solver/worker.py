@@ -40,9 +40,9 @@ def answer(job: Job, seconds: float, send: Callable[[object], None]) -> JobAnswe
 
             return relax(job, seconds)
         case RelaxMilp():
-            from coop_plan.planner.exact.solver.pdlp import Relaxations
+            from coop_plan.planner.exact.solver.pdlp import relax
 
-            return Relaxations().solve(job, seconds)
+            return relax(job, seconds)
 
 
 def connect(memory: int) -> Callable[[object], None]:

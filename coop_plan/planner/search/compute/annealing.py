@@ -20,7 +20,7 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
 from coop_plan.planner.heuristic.portfolio import Candidate, Portfolio
 from coop_plan.planner.method import Request, Solution
-from coop_plan.planner.placement.layout import WORK, WORK_PER_SECOND, fit
+from coop_plan.planner.placement.layout import WORK, fit
 from coop_plan.planner.search.compute.metropolis import metropolis
 from coop_plan.planner.search.compute.sequence import (
     current_sequence,
@@ -68,8 +68,6 @@ class SequenceAnnealing:
         if "reorder" in portfolio.request.off:
             moves = replace(moves, first_run_chance=0.0)
         self.state = new_state(portfolio.problem, max_events, moves)
-        found = portfolio.best.found
-        self.settings = portfolio.settings[0] if found is None else found.settings
         self.pace = 1000.0  # steps a second, before a measurement
         self.layout_seconds = 0.0
         self.layout_work = WORK
@@ -104,7 +102,7 @@ class SequenceAnnealing:
                 allowed_seconds = 0.3 * (1 - cooled) * (time.monotonic() - begin)
                 if saves and self.layout_seconds < allowed_seconds:
                     now = time.monotonic()
-                    work = int(max(0.0, self.deadline - now) * WORK_PER_SECOND)
+                    work = int(max(0.0, self.deadline - now) * 280e6)  # that takes a second, about
                     if not self._place(min(self.layout_work, work)):
                         self.layout_work = min(500_000_000, 2 * self.layout_work)
                     self.layout_seconds += time.monotonic() - now
@@ -172,7 +170,7 @@ class SequenceAnnealing:
 
     def _candidate(self) -> Candidate:
         """The stored sequence as a candidate of the portfolio."""
-        return self.portfolio.candidate_of(current_sequence(self.state), self.settings)
+        return self.portfolio.candidate_of(current_sequence(self.state))
 
     def _place(self, work: int) -> bool:
         """Make the stored sequence the incumbent if it has a layout; returns if it has.
@@ -182,9 +180,7 @@ class SequenceAnnealing:
         portfolio, arena = self.portfolio, self.portfolio.request.arena_bytes
         found = self._candidate()
         alignment = portfolio.problem.alignment
-        placement = fit(found.blocks, alignment, arena, work=0)
-        if placement.peak > arena and work:
-            placement = fit(found.blocks, alignment, arena, work=work, order_hint=placement.order)
+        placement = fit(found.blocks, alignment, arena, work=work)
         if placement.peak <= arena:
             portfolio.keep(found, placement.offsets)
         return placement.peak <= arena

@@ -8,9 +8,6 @@ from coop_plan.planner.search.compute import columns as c
 from coop_plan.planner.search.compute.liveness import update_liveness
 from coop_plan.planner.search.compute.sequence import SearchState
 
-EMPTY_PEAK = -(1 << 62)
-"""Peak of an empty block, below any other, bytes."""
-
 
 @inlined
 def candidate_cost(a: Program, s: SearchState, limit: float) -> float:
@@ -70,7 +67,7 @@ def summarize_block(s: SearchState, b: int) -> None:
     """Recompute the summary columns of a block and its list of long-lived copies."""
     # Relative to the live bytes at the block's start, which an edit of an earlier block changes.
     live = area = 0
-    peak, last = EMPTY_PEAK, c.NONE
+    peak, last = -(1 << 62), c.NONE
     s.block[b, c.FIRST_LONG] = s.block[b, c.LAST_END] = c.NONE
     gain = gain_per_byte = 0.0
     for i in range(s.block[b, c.EVENTS]):

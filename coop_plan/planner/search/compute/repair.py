@@ -10,10 +10,6 @@ from coop_plan.planner.search.compute.liveness import is_live_at, next_read
 from coop_plan.planner.search.compute.moves import draw_evicted_chance, insert_recompute
 from coop_plan.planner.search.compute.sequence import SearchState
 
-MAX_DRAWS = 16
-"""Most rejection-sampling attempts before an exhaustive scan."""
-
-
 REPAIR_CHANCE = 0.3
 """Probability of repairing a candidate above the capacity that would be accepted as it is."""
 
@@ -65,7 +61,7 @@ def _draw_victim(a: Program, s: SearchState, peak: int) -> int:
             gain_per_byte += s.long_gain[b, 1]
     column, scale = (0, 1.0) if gain <= gain_per_byte * excess else (1, float(excess))
     total = near_gain + min(gain, gain_per_byte * excess)
-    for _ in range(MAX_DRAWS if total > near_gain else 0):
+    for _ in range(16 if total > near_gain else 0):
         left = np.random.random() * total - near_gain
         if left < 0.0:
             return int(near)

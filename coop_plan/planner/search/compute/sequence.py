@@ -29,9 +29,6 @@ from coop_plan.planner.search.compute.params import MoveParams, MoveValues
 Int32s = npt.NDArray[np.int32]
 Int32Table = Annotated[Int32s, 2]
 
-MIN_BLOCK_EVENTS = 16
-"""Least number of events that a block is made for."""
-
 
 class SearchState(NamedTuple):
     """The current sequence, the candidate that a step makes of it, and data of the program.
@@ -114,7 +111,7 @@ def allocate(
     ops, tensors = a.reads_ptr.size - 1, a.size.size
     program_accesses = int(a.reads_ptr[ops] + a.makes_ptr[ops])
     max_accesses = int((np.diff(a.reads_ptr) + np.diff(a.makes_ptr)).max(initial=1))
-    fill = max(MIN_BLOCK_EVENTS, math.isqrt(max_events) // 4)
+    fill = max(16, math.isqrt(max_events) // 4)
     blocks, width = max_events // fill + 2, 2 * fill + params.max_insertion
     evictable = (a.evictable == 1) & (recomputable[a.producer] == 1)
     accesses = 4 * program_accesses + 64 * max_accesses + max_events

@@ -202,9 +202,7 @@ class MakespanSearch:
         schedule = self._schedule(sequence)
         if schedule.cost_us >= self.cost_us or not schedule.fits(arena):
             return
-        layout = lay_out(schedule, arena, work=0)
-        if layout.placed.arena_bytes > arena:
-            layout = lay_out(schedule, arena, work=work, order_hint=layout.placement.order)
+        layout = lay_out(schedule, arena, work=work)
         if layout.placed.arena_bytes <= arena and self._fits_host(schedule):
             self.cost_us, self.placed, self.sequence = schedule.cost_us, layout.placed, sequence
             self.capacity = min(self.capacity * 1.0005, float(arena))
