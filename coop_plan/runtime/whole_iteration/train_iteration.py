@@ -32,6 +32,7 @@ from coop_plan.runtime.variants.linear_cross_entropy import (
     heads_of,
 )
 from coop_plan.runtime.variants.passes import VARIANT_PASSES
+from coop_plan.runtime.whole_iteration.all_or_none import AllOrNone
 from coop_plan.runtime.whole_iteration.graph import (
     IN_PLACE_SUMS,
     SCALAR,
@@ -118,6 +119,7 @@ class TrainIteration:
         self._homes = Homes()
         self._iterations = 0
         self._batches = 0
+        self._all_or_none = AllOrNone(self._updates.finish)
 
         def losses(*batches: Any) -> list[torch.Tensor]:
             return [loss_fn(batch) for batch in batches]
@@ -140,20 +142,21 @@ class TrainIteration:
         Raises:
             planner.InfeasibleBudgetError: the budget cannot be met.
             RuntimeRefusalError: the iteration cannot be planned.
+            PartlyUpdatedError: an op or a copy failed after the first update, before the last.
         """
         if not batches:
             raise RuntimeRefusalError("train_iteration needs a micro-batch: iteration(batch)")
         _refuse_ranks()
         self._updates.begin()
         before, self._batches = self._iterations, len(batches)
-        with torch.enable_grad():
+        self._all_or_none = AllOrNone(self._updates.finish)
+        with self._all_or_none, torch.enable_grad():
             losses = [_scalar(loss).detach() for loss in self._losses(*batches)]
         if self._iterations == before:
             raise RuntimeRefusalError(
                 "train_iteration has nothing to train: the loss does not depend on a tensor that"
                 " requires a gradient"
             )
-        self._updates.finish()
         return losses[0] if len(losses) == 1 else losses
 
     def _compile(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -259,10 +262,12 @@ class TrainIteration:
             residents=movable(first.under),
         )
 
-    def note(self, norm: torch.Tensor | None) -> None:
-        """Note a finished iteration and its gradients' norm."""
+    def run(self, traced: "_Traced", inputs: list[Any]) -> Sequence[Any]:
+        """Run a traced iteration; returns its outputs."""
+        results = self.plan_of(traced, inputs).run(inputs, self._all_or_none)
         self._iterations += 1
-        self.grad_norm = norm
+        self.grad_norm = results[traced.outputs] if len(results) > traced.outputs else None
+        return results
 
 
 class _Traced:
@@ -295,8 +300,7 @@ class _Traced:
         inputs = list(args)
         args.clear()
         with without_modes():  # AOTAutograd watches the first call by one
-            results = self._owner.plan_of(self, inputs).run(inputs)
-        self._owner.note(results[self.outputs] if len(results) > self.outputs else None)
+            results = self._owner.run(self, inputs)
         return (*results[: self.outputs], torch.zeros(()))
 
 

@@ -7,6 +7,7 @@ allocates, are residents.
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -109,8 +110,9 @@ class Updates:
 
     def finish(self) -> None:
         """Run the optimizers' steps without gradients: hooks and schedulers count them."""
-        for optimizer in self._optimizers:
-            optimizer.step()
+        with ExitStack() as steps:  # of all, if a hook raises
+            for optimizer in reversed(self._optimizers):
+                steps.callback(optimizer.step)
 
     def among(self, inputs: Sequence[Any]) -> dict[int, ParameterUpdate]:
         """The updates of the parameters among a graph's inputs, by position, in optimizers' order.
