@@ -153,8 +153,17 @@ def test_an_iteration_with_homes_is_the_loops(kind, optimizer, clip_norm, link, 
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_states_of_any_optimizer_may_have_homes(optimizer):
-    report = Pair(Mlp, optimizer, "min", 0.05).run(0, 1, 2)
+def test_states_of_any_optimizer_may_have_homes(optimizer, monkeypatch):
+    """All states of a parameter are one copy."""
+    begin, begun = CpuCopyEngines._begin, []
+    monkeypatch.setattr(
+        CpuCopyEngines, "_begin", lambda links, *given: begun.append(given) or begin(links, *given)
+    )
+    pair = Pair(Mlp, optimizer, "min", 0.05)
+    pair.run(0, 1)
+    begun.clear()
+    report = pair.run(2)
+    assert len(begun) == len(report.copies)
     assert len(report.plan.homes) == sum(tensor.movable for tensor in report.graph.tensors)
 
 
