@@ -24,6 +24,10 @@ from coop_plan.runtime.execute.lower_to_fx import stubs
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
 from coop_plan.runtime.source_lines import SourceLines, source_lines_of
+from coop_plan.runtime.torch_internals.dynamo import (
+    allow_output_capturing_hooks,
+    ignore_once_loggers,
+)
 from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed, copy_of, is_tangent
 from coop_plan.runtime.torch_internals.tracing import without_modes
 from coop_plan.runtime.variants.linear_cross_entropy import (
@@ -94,7 +98,8 @@ class TrainIteration:
     """A compiled iteration; call it with one argument a micro-batch.
 
     `grad_norm` is the norm of the last call's gradients before they were clipped, None without
-    `clip_norm`.
+    `clip_norm`. `steps_optimizers` is False if the caller steps the optimizers itself after each
+    call, without gradients, for their hooks and schedulers.
     """
 
     def __init__(
@@ -105,6 +110,7 @@ class TrainIteration:
         clip_norm: float | None,
     ) -> None:
         self.grad_norm: torch.Tensor | None = None
+        self.steps_optimizers = True
         self._optimizers = optimizers
         self._updates = Updates(optimizers)
         self._checked: set[Hashable] = set()
@@ -119,7 +125,7 @@ class TrainIteration:
         self._homes = Homes()
         self._iterations = 0
         self._batches = 0
-        self._all_or_none = AllOrNone(self._updates.finish)
+        self._all_or_none = AllOrNone(self._finish)
 
         def losses(*batches: Any) -> list[torch.Tensor]:
             return [loss_fn(batch) for batch in batches]
@@ -134,6 +140,8 @@ class TrainIteration:
             assert method is not None
             return method(gm, examples)
 
+        ignore_once_loggers()
+        allow_output_capturing_hooks()
         self._losses = torch.compile(losses, backend=backend, fullgraph=True, dynamic=False)
 
     def __call__(self, *batches: Any) -> Any:
@@ -149,7 +157,7 @@ class TrainIteration:
         _refuse_ranks()
         self._updates.begin()
         before, self._batches = self._iterations, len(batches)
-        self._all_or_none = AllOrNone(self._updates.finish)
+        self._all_or_none = AllOrNone(self._finish)
         with self._all_or_none, torch.enable_grad():
             losses = [_scalar(loss).detach() for loss in self._losses(*batches)]
         if self._iterations == before:
@@ -158,6 +166,10 @@ class TrainIteration:
                 " requires a gradient"
             )
         return losses[0] if len(losses) == 1 else losses
+
+    def _finish(self) -> None:
+        if self.steps_optimizers:
+            self._updates.finish()
 
     def _compile(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         lines = source_lines_of(gm)
