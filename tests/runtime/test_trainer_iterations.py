@@ -49,8 +49,10 @@ def train(trainer, **given):
 def numbers(trainer):
     """Parameters, states and logs, but times."""
     optimizer = trainer.optimizer.state_dict()["state"]
-    states = [v for one in optimizer.values() for v in one.values() if torch.is_tensor(v)]
-    kept = ("loss", "grad_norm", "learning_rate", "epoch", "train_loss")
+    states = [v for _, one in sorted(optimizer.items()) for v in one.values() if torch.is_tensor(v)]
+    kept = {"loss", "learning_rate", "epoch"} | (
+        {"grad_norm"} if trainer.args.max_grad_norm else set()
+    )
     logs = [{k: v for k, v in log.items() if k in kept} for log in trainer.state.log_history]
     return [p.detach().clone() for p in trainer.model.parameters()] + states, logs
 
@@ -65,6 +67,7 @@ CASES = [
     {},
     {"gradient_accumulation_steps": 3, "max_grad_norm": 0.05, "warmup_steps": 2},
     {"gradient_accumulation_steps": 2, "optim": "sgd", "lr_scheduler_type": "cosine"},
+    {"bf16": True, "max_grad_norm": 0.0, "weight_decay": 0.1},
 ]
 
 
@@ -86,7 +89,7 @@ def test_a_trainer_has_its_numbers(arguments, tmp_path):
 @pytest.mark.parametrize("options", [{}, {"link": "8GB/s", "method": "coop-offline"}])
 def test_a_trainer_saves_and_resumes(options, tmp_path):
     """From eager to planned and back; checkpoints are equal."""
-    arguments = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2}
+    arguments = {"save_strategy": "steps", "save_steps": 2}
     eager = trainer_of(tmp_path / "eager", **arguments)
     ours = planned(trainer_of(tmp_path / "ours", **arguments), "min", **options)
     for trainer in (eager, ours):
@@ -132,3 +135,11 @@ def test_what_a_trainer_cannot_have_is_refused(arguments, reason, tmp_path):
         trainer.train()
     with pytest.raises(runtime.OptionsError, match="bugdet"):
         planned(trainer, bugdet=1)
+
+
+def test_parameters_that_the_model_has_not_are_refused(tmp_path):
+    """The Trainer would update them without clipping them."""
+    trainer = planned(trainer_of(tmp_path))
+    trainer.create_optimizer().add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(runtime.OptionsError, match="a parameter that the model has not"):
+        trainer.train()

@@ -107,6 +107,7 @@ class _Iterations(TrainerCallback):
         def training_step(model: Any, *_: Any) -> torch.Tensor:
             if not self._losses:
                 model.train()
+                optimizer.train()
                 batches, items = self._given
                 with trainer.compute_loss_context_manager():
                     made = self._iteration(*((dict(inputs), items) for inputs in batches))
@@ -121,7 +122,7 @@ class _Iterations(TrainerCallback):
         self._iteration = train_iteration(
             loss_of, optimizer.optimizer, clip_norm=args.max_grad_norm or None, **self._options
         )
-        self._iteration.steps_optimizers = False
+        self._iteration.serve_loop(model.parameters())
         for owner, function in ((trainer, training_step), (trainer, get_batch_samples)):
             self._replace(owner, function.__name__, function)
         self._replace(accelerator, "clip_grad_norm_", lambda *_, **__: self._iteration.grad_norm)
@@ -137,14 +138,22 @@ class _Iterations(TrainerCallback):
 
 def _refuse(trainer: Trainer) -> None:
     """Raise an OptionsError for arguments of a Trainer that its iterations cannot have."""
-    args, accelerator = trainer.args, trainer.accelerator
+    args, accelerator, optimizer = trainer.args, trainer.accelerator, trainer.optimizer
+    assert optimizer is not None
     refused = {
         f"{type(trainer).__name__}.training_step would not run: override compute_loss": (
             type(trainer).training_step is not Trainer.training_step
         ),
-        "torch_compile=True compiles the model a second time: leave it out": args.torch_compile,
+        "torch_compile=True and Budget compile the model a second time: leave them out": (
+            args.torch_compile
+            or any(isinstance(one, Budget) for one in trainer.callback_handler.callbacks)
+        ),
         "fp16=True scales the loss, and skips steps: use bf16=True": accelerator.scaler is not None,
         f"optim={args.optim} updates in the backward: use another": "lomo" in args.optim,
+        "the optimizer has a parameter that the model has not, and that would be clipped, too": (
+            not {p for group in optimizer.param_groups for p in group["params"]}
+            <= {*trainer.model_wrapped.parameters()}
+        ),
         f"{accelerator.distributed_type} is more than one device: use Budget": (
             args.n_gpu > 1 or accelerator.distributed_type != DistributedType.NO
         ),

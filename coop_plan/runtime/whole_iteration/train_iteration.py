@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -98,8 +98,7 @@ class TrainIteration:
     """A compiled iteration; call it with one argument a micro-batch.
 
     `grad_norm` is the norm of the last call's gradients before they were clipped, None without
-    `clip_norm`. `steps_optimizers` is False if the caller steps the optimizers itself after each
-    call, without gradients, for their hooks and schedulers.
+    `clip_norm`.
     """
 
     def __init__(
@@ -110,8 +109,8 @@ class TrainIteration:
         clip_norm: float | None,
     ) -> None:
         self.grad_norm: torch.Tensor | None = None
-        self.steps_optimizers = True
         self._optimizers = optimizers
+        self._steps = True
         self._updates = Updates(optimizers)
         self._checked: set[Hashable] = set()
         self._options = options
@@ -167,8 +166,17 @@ class TrainIteration:
             )
         return losses[0] if len(losses) == 1 else losses
 
+    def serve_loop(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Be called by a framework's loop, which steps the optimizers after each call.
+
+        The steps have no gradients, and run hooks and schedulers. `parameters` are those that the
+        loop clips, in its order, in which the norm is summed.
+        """
+        self._steps = False
+        self._updates.order = {id(parameter): i for i, parameter in enumerate(parameters)}
+
     def _finish(self) -> None:
-        if self.steps_optimizers:
+        if self._steps:
             self._updates.finish()
 
     def _compile(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:

@@ -69,6 +69,8 @@ class Updates:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.profiling_bytes = 0
         """Most bytes that a measurement took."""
+        self.order: Mapping[int, int] = {}
+        """Places of parameters in the norm of the gradients, by `id`; else optimizers' order."""
         self._optimizers = optimizers
         self._profiles: dict[object, UpdateProfile] = {}
 
@@ -115,14 +117,14 @@ class Updates:
                 steps.callback(optimizer.step)
 
     def among(self, inputs: Sequence[Any]) -> dict[int, ParameterUpdate]:
-        """The updates of the parameters among a graph's inputs, by position, in optimizers' order.
+        """The updates of the parameters among a graph's inputs, by position, in their order.
 
         Raises:
             RuntimeRefusalError: another input has memory of an updated parameter.
         """
         positions = {id(value): i for i, value in enumerate(inputs)}
         found = {}
-        for update in self._all():
+        for update in sorted(self._all(), key=lambda one: self.order.get(id(one.parameter), 0)):
             at = positions.get(id(update.parameter))
             if at is not None and update.parameter.requires_grad:
                 found[at] = update
