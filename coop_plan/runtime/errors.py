@@ -48,3 +48,7 @@ class NothingPlannedError(RuntimeRefusalError):
 
 class BudgetExceededError(RuntimeRefusalError):
     """A step exceeds its budget and is strict, or cannot be planned within it."""
+
+
+class PartlyUpdatedError(RuntimeRefusalError):
+    """An iteration failed between its updates: some parameters are those of after it."""

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from coop_plan import runtime
 from coop_plan.planner import plan
@@ -113,6 +115,25 @@ def test_copies_take_as_long_as_the_link_says():
             assert following.begin_us >= one.begin_us + one.bytes / 200e6 * 1e6 - 1e-3
     stalls = report.measured_offload_stall_us + report.measured_prefetch_stall_us
     assert report.measured_makespan_us == pytest.approx(report.last_step_us + stalls)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 1 << 14), st.integers(0, 300)), min_size=1, max_size=8))
+def test_copies_of_any_size_are_complete_after_their_time(copies):
+    """Each of some bytes takes some µs, after the one before it, a small one too."""
+    links, total = CpuCopyEngines(), sum(size for size, _ in copies)
+    slab, values = links.reserve(total), torch.randint(0, 255, (total,), dtype=torch.uint8)
+    parts, place = [part.clone() for part in values.split([size for size, _ in copies])], 0
+    handles = []
+    for part, (size, least_us) in zip(parts, copies, strict=True):
+        handles.append(links.copy(TO_HOST, [part.untyped_storage()], slab, place, least_us))
+        place += size
+    spans = [links.wait(handle) for handle in handles]
+    assert torch.equal(slab[:total], values)
+    timed = [(span, least_us) for span, (_, least_us) in zip(spans, copies, strict=True)]
+    assert all(span.end_us - span.begin_us >= least_us - 1e-3 for span, least_us in timed)
+    for (one, least_us), (following, _) in itertools.pairwise(timed):
+        assert following.begin_us >= one.begin_us + least_us - 1e-3
 
 
 def fails_once(monkeypatch, direction):

@@ -2,8 +2,6 @@
 
 import copy
 import gc
-import os
-import signal
 import weakref
 
 import pytest
@@ -16,7 +14,7 @@ import coop_plan
 from coop_plan import runtime
 from coop_plan.planner import InfeasibleBudgetError
 from coop_plan.runtime.device.arena import process_bytes
-from coop_plan.runtime.whole_iteration import planned_iteration, updates
+from coop_plan.runtime.whole_iteration import planned_iteration
 from tests.runtime.iterating import (
     OPTIMIZERS,
     WIDTH,
@@ -286,39 +284,3 @@ def test_a_failed_iteration_changes_nothing():
     assert equal(before, state_of(model, optimizer))
     iteration(*batches_of(1, 2))
     assert not equal(before, state_of(model, optimizer))
-
-
-@pytest.fixture
-def interruptible():
-    """Python's handler of SIGINT: a shell's background process ignores the signal."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.parametrize("options", [{}, {"link": "8GB/s", "method": "coop-offline"}])
-@pytest.mark.parametrize("at", [0, 4])
-@pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_waits_for_the_last_update(monkeypatch, at, options):
-    model, other = Net(), Net()
-    optimizer, theirs = (OPTIMIZERS["adamw"](m.parameters()) for m in (model, other))
-    iteration = step_of(model, optimizer, "min", **options)
-    numbers = iter(range(100))
-    whole = updates.ParameterUpdate.__call__
-
-    def interrupted(self, gradient):
-        if next(numbers) == at:
-            os.kill(os.getpid(), signal.SIGINT)
-        whole(self, gradient)
-
-    monkeypatch.setattr(updates.ParameterUpdate, "__call__", interrupted)
-    torch.manual_seed(0)
-    with pytest.raises(KeyboardInterrupt):
-        iteration(*batches_of(0, 1))
-    torch.manual_seed(0)
-    eager(loss_of(other), theirs, batches_of(0, 1), None)
-    mine, expected = ([*m.parameters()] for m in (model, other))
-    assert equal(mine, expected)
-    (report,) = coop_plan.reports()
-    assert bool(report.plan.homes) == bool(options)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -10,7 +10,7 @@ import atexit
 import functools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +54,7 @@ class CopyEngines:
 
     def __init__(self) -> None:
         self._slab: torch.Tensor | None = None
-        self._submitted: dict[CopyHandle, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+        self._submitted: dict[CopyHandle, tuple[Sequence[torch.UntypedStorage], torch.Tensor]] = {}
 
     def __del__(self) -> None:
         self.finish()
@@ -69,20 +69,21 @@ class CopyEngines:
     def copy(
         self,
         direction: int,
-        storage: torch.UntypedStorage,
+        storages: Sequence[torch.UntypedStorage],
         slab: torch.Tensor,
         offset: int,
         min_us: float,
     ) -> CopyHandle:
-        """Submit a copy of a whole storage to, or from, an offset of a slab.
+        """Submit a copy to, or from, an offset of a slab: from the first storage to the last's end.
 
-        On the CPU it takes at least `min_us`. Storage and slab are kept alive until `wait`.
+        On the CPU it takes at least `min_us`. Storages and slab are kept alive until `wait`.
         """
-        tensor, host = storage.data_ptr(), slab.data_ptr() + offset
+        tensor, host = storages[0].data_ptr(), slab.data_ptr() + offset
+        size = storages[-1].data_ptr() + storages[-1].nbytes() - tensor
         target, source = (host, tensor) if direction == TO_HOST else (tensor, host)
-        name = self._begin(direction, target, source, storage.nbytes(), min_us)
+        name = self._begin(direction, target, source, size, min_us)
         handle = CopyHandle(direction, name)
-        self._submitted[handle] = storage, slab
+        self._submitted[handle] = storages, slab
         return handle
 
     def wait(self, handle: CopyHandle) -> CopyTiming | None:

@@ -4,6 +4,7 @@ A prefetched tensor is a new one at its planned address, with the dtype, sizes a
 tensor that was offloaded, or of the parameter whose home is read.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -104,7 +105,7 @@ class TransferRunner:
         self._layouts[number] = (
             *(tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()),
         )
-        self._begin(number, [(storage, moved.host_offset)])
+        self._begin(number, [storage], [moved.host_offset])
 
     def prefetch(self, number: int) -> torch.Tensor | Copy:
         """Start transfer `number`; the tensor may be read after the wait for it.
@@ -120,7 +121,7 @@ class TransferRunner:
         assert moved.source is not None
         dtype, offset, size, stride = self._layouts[moved.source]
         storage = memory.untyped_storage()
-        self._begin(number, [(storage, moved.host_offset)])
+        self._begin(number, [storage], [moved.host_offset])
         tensor = torch.empty(0, dtype=dtype, device=self._device)
         return tensor.set_(storage, offset, size, stride)
 
@@ -142,13 +143,11 @@ class TransferRunner:
         return plain.set_(memory.untyped_storage(), 0, like.size(), like.stride())
 
     def _begin_home(self, number: int, copy: Copy) -> None:
-        """Start the copies of a home's parts, from or to their copy."""
+        """Start the copy of a home's parts, from or to their copy."""
         assert self._homes is not None
         parts = self._homes.parts_of(self._transfers[number].buffer.tensor)
-        places = [
-            (part.untyped_storage(), offset) for part, (offset, _) in zip(copy, parts, strict=True)
-        ]
-        self._begin(number, places)
+        storages = [part.untyped_storage() for part in copy]
+        self._begin(number, storages, [offset for offset, _ in parts])
 
     def wait(self, number: int) -> None:
         """Let later ops wait for transfer `number`."""
@@ -179,21 +178,28 @@ class TransferRunner:
         assert self._engines is not None
         return self._engines
 
-    def _begin(self, number: int, places: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
-        """Start the copies of storages, which share the time of the transfer, at host offsets."""
-        moved = self._transfers[number]
-        total = sum(storage.nbytes() for storage, _ in places)
-        if not total:
+    def _begin(
+        self, number: int, storages: Sequence[torch.UntypedStorage], offsets: Sequence[int]
+    ) -> None:
+        """Start the copies of storages, which share the time of the transfer, at host offsets.
+
+        Neighbours that have the distance of their offsets are one copy.
+        """
+        if not storages:
             return
         assert self._slab is not None
+        moved = self._transfers[number]
         self.host_high_water = max(self.host_high_water, moved.host_offset + moved.buffer.bytes)
-        self._handles[number] = [
-            self._running_engines.copy(
-                *(_direction(moved), storage, self._slab, offset),
-                self._minimum_us[number] * storage.nbytes() / total,
+        self._handles[number] = handles = []
+        pairs = zip(storages, offsets, strict=True)
+        for _, run in itertools.groupby(pairs, lambda pair: pair[0].data_ptr() - pair[1]):
+            parts, places = zip(*run, strict=True)
+            least_us = self._minimum_us[number] * len(parts) / len(storages)
+            handles.append(
+                self._running_engines.copy(
+                    _direction(moved), parts, self._slab, places[0], least_us
+                )
             )
-            for storage, offset in places
-        ]
 
 
 def _direction(moved: Transfer) -> int:

@@ -1,16 +1,21 @@
 """transformers' Trainer and TRL's subclasses: `Trainer(..., callbacks=[Budget("50%")])`.
 
+`plan_iterations(trainer, "50%")` plans the optimizer's updates, too.
+
 `TrainingArguments(torch_compile_backend=...)` accepts a fixed list of names, without options.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from transformers import TrainerCallback
+import torch
+from accelerate.utils import DistributedType
+from transformers import Trainer, TrainerCallback
 
 from coop_plan.runtime.errors import OptionsError, RuntimeRefusalError
 from coop_plan.runtime.integrations.inplace import compile_module, coop
 from coop_plan.runtime.reports import steps_run
+from coop_plan.runtime.whole_iteration.train_iteration import TrainIteration, train_iteration
 
 
 class Budget(TrainerCallback):
@@ -50,3 +55,109 @@ class Budget(TrainerCallback):
         if self._undo is not None:
             self._undo()
             self._undo = None
+
+
+def plan_iterations(trainer: Trainer, budget: int | str | None = None, **options: Any) -> None:
+    """Plan whole iterations of a Trainer during `train()`, the optimizer's updates included.
+
+    The arguments `gradient_accumulation_steps` and `max_grad_norm` are those of the Trainer. The
+    first micro-batch of an iteration runs all of them and the updates.
+
+    Args:
+        trainer: its `training_step` is that of `transformers.Trainer`.
+        budget: as in `coop_plan.train_iteration`; default `COOP_BUDGET`.
+        options: the other options of `train_iteration`.
+
+    Raises:
+        OptionsError: at once, if an option is invalid; when training begins, if the Trainer has
+            an argument that does not go with it.
+    """
+    trainer.add_callback(_Iterations(trainer, coop(budget, options)["options"]))
+
+
+class _Iterations(TrainerCallback):
+    """Replaces methods of a Trainer and its Accelerator from begin to end of the training."""
+
+    def __init__(self, trainer: Trainer, options: dict[str, Any]) -> None:
+        self._trainer = trainer
+        self._options = options
+        self._replaced: list[tuple[Any, str]] = []
+        self._given: tuple[list[Any], Any] = ([], None)
+        self._losses: list[torch.Tensor] = []
+        self._iteration: TrainIteration
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any
+    ) -> None:
+        trainer, accelerator = self._trainer, self._trainer.accelerator
+        self.on_train_end(args, state, control)  # of a training that failed
+        self._losses.clear()
+        _refuse(trainer)
+        model = trainer.model_wrapped
+
+        def loss_of(batch: tuple[Any, Any]) -> Any:
+            inputs, items = batch
+            scaled = trainer.loss_is_scaled_for_ga
+            if scaled is None:
+                counted = trainer.model_accepts_loss_kwargs and items is not None
+                scaled = counted or trainer.compute_loss_func is not None
+            loss: Any = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+            return loss if scaled else loss / trainer.current_gradient_accumulation_steps
+
+        def training_step(model: Any, *_: Any) -> torch.Tensor:
+            if not self._losses:
+                model.train()
+                optimizer.train()
+                batches, items = self._given
+                with trainer.compute_loss_context_manager():
+                    made = self._iteration(*((dict(inputs), items) for inputs in batches))
+                self._losses = made if isinstance(made, list) else [made]
+            return self._losses.pop(0)
+
+        def get_batch_samples(*given: Any) -> tuple[list[Any], Any]:
+            self._losses.clear()
+            self._given = type(trainer).get_batch_samples(trainer, *given)
+            return self._given
+
+        self._iteration = train_iteration(
+            loss_of, optimizer.optimizer, clip_norm=args.max_grad_norm or None, **self._options
+        )
+        self._iteration.serve_loop(model.parameters())
+        for owner, function in ((trainer, training_step), (trainer, get_batch_samples)):
+            self._replace(owner, function.__name__, function)
+        self._replace(accelerator, "clip_grad_norm_", lambda *_, **__: self._iteration.grad_norm)
+
+    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        setattr(owner, name, function)
+        self._replaced.append((owner, name))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        while self._replaced:
+            delattr(*self._replaced.pop())
+
+
+def _refuse(trainer: Trainer) -> None:
+    """Raise an OptionsError for arguments of a Trainer that its iterations cannot have."""
+    args, accelerator, optimizer = trainer.args, trainer.accelerator, trainer.optimizer
+    assert optimizer is not None
+    refused = {
+        f"{type(trainer).__name__}.training_step would not run: override compute_loss": (
+            type(trainer).training_step is not Trainer.training_step
+        ),
+        "torch_compile=True and Budget compile the model a second time: leave them out": (
+            args.torch_compile
+            or any(isinstance(one, Budget) for one in trainer.callback_handler.callbacks)
+        ),
+        "fp16=True scales the loss, and skips steps: use bf16=True": accelerator.scaler is not None,
+        f"optim={args.optim} updates in the backward: use another": "lomo" in args.optim,
+        "the optimizer has a parameter that the model has not, and that would be clipped, too": (
+            not {p for group in optimizer.param_groups for p in group["params"]}
+            <= {*trainer.model_wrapped.parameters()}
+        ),
+        f"{accelerator.distributed_type} is more than one device: use Budget": (
+            args.n_gpu > 1 or accelerator.distributed_type != DistributedType.NO
+        ),
+    }
+    for reason, applies in refused.items():
+        if applies:
+            raise OptionsError(reason)

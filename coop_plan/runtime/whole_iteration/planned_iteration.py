@@ -1,11 +1,8 @@
 """Planned iteration: runs the plan of a whole iteration for the inputs of a call."""
 
-import signal
-import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +21,7 @@ from coop_plan.runtime.iteration.recorder import TOLERANCE
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport
 from coop_plan.runtime.source_lines import SourceLines
+from coop_plan.runtime.whole_iteration.all_or_none import AllOrNone
 from coop_plan.runtime.whole_iteration.updates import ParameterUpdate
 from coop_plan.schemas import Plan
 
@@ -72,8 +70,11 @@ class PlannedIteration:
             self._clock = cuda.Clock(captured.device.index)
         self._compiled = CompiledPlan(captured, plan, self._clock)
 
-    def run(self, inputs: list[Any]) -> Sequence[Any]:
-        """The outputs of the iteration for its inputs; the list is emptied."""
+    def run(self, inputs: list[Any], all_or_none: AllOrNone) -> Sequence[Any]:
+        """The outputs of the iteration for its inputs; the list is emptied.
+
+        `all_or_none` is the context of the call.
+        """
         if self._clock is not None and (times := self._clock.read()) is not None:
             note_times(self.report, *times, self._clock.stall_us)
         compiled, made_now = self._compiled, 0
@@ -91,18 +92,18 @@ class PlannedIteration:
                 homes = self._homes if self._plan.homes else None
                 invocation.transfers.begin(invocation.memory, homes)
         pool.add_owner(next((update.parameter for update in self._updates.values()), None))
-        with _interrupts_after() as defer:
 
-            def updating(at: int, update: ParameterUpdate) -> Callable[..., None]:
-                def run(gradient: torch.Tensor, *copies: torch.Tensor | Copy) -> None:
-                    defer()
-                    with self._homes.exchanged(self._copied_homes(at, copies)):
-                        update(gradient)
+        def updating(at: int, update: ParameterUpdate) -> Callable[..., None]:
+            def run(gradient: torch.Tensor, *copies: torch.Tensor | Copy) -> None:
+                all_or_none.begin(len(self._homes_of))
+                with self._homes.exchanged(self._copied_homes(at, copies)):
+                    update(gradient)
+                all_or_none.end()
 
-                return run
+            return run
 
-            invocation.updates = {at: updating(at, one) for at, one in self._updates.items()}
-            results = self._run(invocation, inputs)
+        invocation.updates = {at: updating(at, one) for at, one in self._updates.items()}
+        results = self._run(invocation, inputs)
         self._finish(invocation, made_now)
         return results
 
@@ -175,25 +176,3 @@ class PlannedIteration:
         elif self.report.measured_peak_bytes > self.report.budget_bytes + TOLERANCE:
             self._check.step(counters, pool_of(invocation).recorder)
             compiled.measure_outside = True
-
-
-@contextmanager
-def _interrupts_after() -> Iterator[Callable[[], None]]:
-    """Context that gives a function: from its call on, SIGINT is raised at the context's end.
-
-    So no parameter is updated without the others.
-    """
-    noted: list[tuple[int, FrameType | None]] = []
-    handlers: list[Any] = []
-
-    def defer() -> None:
-        if not handlers and threading.current_thread() is threading.main_thread():
-            handlers.append(signal.signal(signal.SIGINT, lambda *given: noted.append(given)))
-
-    try:
-        yield defer
-    finally:
-        if handlers:
-            signal.signal(signal.SIGINT, handlers[0])
-    if noted and callable(handlers[0]):
-        handlers[0](*noted[0])

@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,10 @@ from coop_plan.runtime.execute.lower_to_fx import stubs
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
 from coop_plan.runtime.source_lines import SourceLines, source_lines_of
+from coop_plan.runtime.torch_internals.dynamo import (
+    allow_output_capturing_hooks,
+    ignore_once_loggers,
+)
 from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed, copy_of, is_tangent
 from coop_plan.runtime.torch_internals.tracing import without_modes
 from coop_plan.runtime.variants.linear_cross_entropy import (
@@ -32,6 +36,7 @@ from coop_plan.runtime.variants.linear_cross_entropy import (
     heads_of,
 )
 from coop_plan.runtime.variants.passes import VARIANT_PASSES
+from coop_plan.runtime.whole_iteration.all_or_none import AllOrNone
 from coop_plan.runtime.whole_iteration.graph import (
     IN_PLACE_SUMS,
     SCALAR,
@@ -105,6 +110,7 @@ class TrainIteration:
     ) -> None:
         self.grad_norm: torch.Tensor | None = None
         self._optimizers = optimizers
+        self._steps = True
         self._updates = Updates(optimizers)
         self._checked: set[Hashable] = set()
         self._options = options
@@ -118,6 +124,7 @@ class TrainIteration:
         self._homes = Homes()
         self._iterations = 0
         self._batches = 0
+        self._all_or_none = AllOrNone(self._finish)
 
         def losses(*batches: Any) -> list[torch.Tensor]:
             return [loss_fn(batch) for batch in batches]
@@ -132,6 +139,8 @@ class TrainIteration:
             assert method is not None
             return method(gm, examples)
 
+        ignore_once_loggers()
+        allow_output_capturing_hooks()
         self._losses = torch.compile(losses, backend=backend, fullgraph=True, dynamic=False)
 
     def __call__(self, *batches: Any) -> Any:
@@ -140,21 +149,35 @@ class TrainIteration:
         Raises:
             planner.InfeasibleBudgetError: the budget cannot be met.
             RuntimeRefusalError: the iteration cannot be planned.
+            PartlyUpdatedError: an op or a copy failed after the first update, before the last.
         """
         if not batches:
             raise RuntimeRefusalError("train_iteration needs a micro-batch: iteration(batch)")
         _refuse_ranks()
         self._updates.begin()
         before, self._batches = self._iterations, len(batches)
-        with torch.enable_grad():
+        self._all_or_none = AllOrNone(self._finish)
+        with self._all_or_none, torch.enable_grad():
             losses = [_scalar(loss).detach() for loss in self._losses(*batches)]
         if self._iterations == before:
             raise RuntimeRefusalError(
                 "train_iteration has nothing to train: the loss does not depend on a tensor that"
                 " requires a gradient"
             )
-        self._updates.finish()
         return losses[0] if len(losses) == 1 else losses
+
+    def serve_loop(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Be called by a framework's loop, which steps the optimizers after each call.
+
+        The steps have no gradients, and run hooks and schedulers. `parameters` are those that the
+        loop clips, in its order, in which the norm is summed.
+        """
+        self._steps = False
+        self._updates.order = {id(parameter): i for i, parameter in enumerate(parameters)}
+
+    def _finish(self) -> None:
+        if self._steps:
+            self._updates.finish()
 
     def _compile(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         lines = source_lines_of(gm)
@@ -259,10 +282,12 @@ class TrainIteration:
             residents=movable(first.under),
         )
 
-    def note(self, norm: torch.Tensor | None) -> None:
-        """Note a finished iteration and its gradients' norm."""
+    def run(self, traced: "_Traced", inputs: list[Any]) -> Sequence[Any]:
+        """Run a traced iteration; returns its outputs."""
+        results = self.plan_of(traced, inputs).run(inputs, self._all_or_none)
         self._iterations += 1
-        self.grad_norm = norm
+        self.grad_norm = results[traced.outputs] if len(results) > traced.outputs else None
+        return results
 
 
 class _Traced:
@@ -295,8 +320,7 @@ class _Traced:
         inputs = list(args)
         args.clear()
         with without_modes():  # AOTAutograd watches the first call by one
-            results = self._owner.plan_of(self, inputs).run(inputs)
-        self._owner.note(results[self.outputs] if len(results) > self.outputs else None)
+            results = self._owner.run(self, inputs)
         return (*results[: self.outputs], torch.zeros(()))
 
 

@@ -7,6 +7,7 @@ allocates, are residents.
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -68,6 +69,8 @@ class Updates:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.profiling_bytes = 0
         """Most bytes that a measurement took."""
+        self.order: Mapping[int, int] = {}
+        """Places of parameters in the norm of the gradients, by `id`; else optimizers' order."""
         self._optimizers = optimizers
         self._profiles: dict[object, UpdateProfile] = {}
 
@@ -109,18 +112,19 @@ class Updates:
 
     def finish(self) -> None:
         """Run the optimizers' steps without gradients: hooks and schedulers count them."""
-        for optimizer in self._optimizers:
-            optimizer.step()
+        with ExitStack() as steps:  # of all, if a hook raises
+            for optimizer in reversed(self._optimizers):
+                steps.callback(optimizer.step)
 
     def among(self, inputs: Sequence[Any]) -> dict[int, ParameterUpdate]:
-        """The updates of the parameters among a graph's inputs, by position, in optimizers' order.
+        """The updates of the parameters among a graph's inputs, by position, in their order.
 
         Raises:
             RuntimeRefusalError: another input has memory of an updated parameter.
         """
         positions = {id(value): i for i, value in enumerate(inputs)}
         found = {}
-        for update in self._all():
+        for update in sorted(self._all(), key=lambda one: self.order.get(id(one.parameter), 0)):
             at = positions.get(id(update.parameter))
             if at is not None and update.parameter.requires_grad:
                 found[at] = update

@@ -1,0 +1,190 @@
+"""Python code that runs amid an iteration: all parameters are those of before or of after it."""
+
+import os
+import signal
+import sys
+from contextlib import suppress
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import coop_plan
+from coop_plan import runtime
+from tests.runtime.iterating import OPTIMIZERS, WIDTH, equal, listed, state_of
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
+OPTIONS = ({}, {"link": "8GB/s", "method": "coop-offline"})
+
+
+class Preempted(Exception):
+    pass
+
+
+class Trained:
+    """A model, its optimizers, and averages of its parameters that a hook after a step makes."""
+
+    def __init__(self, optimizer, **options):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.averages = [p.detach().clone() for p in self.model.parameters()]
+        listed(self.optimizer)[-1].register_step_post_hook(self.average)
+        self.iteration = coop_plan.train_iteration(
+            lambda x: self.model(x).square().mean(), self.optimizer, "min", **options
+        )
+
+    def average(self, *_):
+        for average, parameter in zip(self.averages, self.model.parameters(), strict=True):
+            average.lerp_(parameter.detach(), 0.5)
+
+    def run(self, step):
+        self.iteration(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)))
+
+    def state(self):
+        found = [*state_of(self.model, self.optimizer), *self.averages]
+        return [value.detach().clone() for value in found]
+
+
+def calling(at, then):
+    """A profiler that calls a function before the call number `at` of any function."""
+    left = at
+
+    def profile(frame, event, argument):
+        nonlocal left
+        if event in ("call", "c_call"):
+            left -= 1
+            if left == -1:
+                then()
+
+    profile.seen = lambda: at - left  # calls until now
+    return profile
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    optimizer=st.sampled_from(["momentum", "adamw", "muon-adamw"]),
+    options=st.sampled_from(OPTIONS),
+    numbers=st.sets(st.sampled_from(SIGNALS), min_size=1),
+    raises=st.booleans(),
+    percent=st.integers(0, 100),
+)
+@example("adamw", OPTIONS[0], {*SIGNALS}, True, 70)
+@example("adamw", OPTIONS[1], {*SIGNALS}, True, 70)
+def test_a_signal_at_any_call_finds_the_state_of_before_or_of_after(
+    optimizer, options, numbers, raises, percent
+):
+    """As a handler that saves a checkpoint, or raises, before the job is preempted."""
+    torch._dynamo.reset()
+    ours, theirs = Trained(optimizer, **options), Trained(optimizer, **options)
+    for trained in (ours, theirs):
+        trained.run(0)
+        counting = calling(-1, None)
+        sys.setprofile(counting)
+        trained.run(1)
+        sys.setprofile(None)
+    before = ours.state()
+    theirs.run(2)
+    after, sent, found = theirs.state(), [], []
+
+    def send():
+        for number in numbers:
+            sent.append(number)
+            os.kill(os.getpid(), number)  # at which a handler raises, if at once
+
+    def handler(number, frame):
+        found.append((number, ours.state()))
+        if raises:
+            raise Preempted
+
+    kept = {number: signal.signal(number, handler) for number in SIGNALS}
+    profile = calling(percent * counting.seen() // 100, send)
+    try:
+        with suppress(Preempted):
+            sys.setprofile(profile)
+            ours.run(2)
+    finally:
+        sys.setprofile(None)
+        assert all(signal.getsignal(number) is handler for number in SIGNALS)
+        for number, one in kept.items():
+            signal.signal(number, one)
+    assert sorted(number for number, _ in found) == sorted(sent)
+    assert all(equal(state, before) or equal(state, after) for _, state in found)
+    assert equal(ours.state(), before) or equal(ours.state(), after)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon-adamw"])
+def test_a_hook_that_fails_finds_the_state_of_after(optimizer):
+    ours, theirs = Trained(optimizer), Trained(optimizer)
+    stepped = []
+    for one in listed(ours.optimizer):
+        one.register_step_post_hook(lambda one, *_: stepped.append(one))
+
+    def fail(*_):
+        raise Preempted
+
+    handle = listed(ours.optimizer)[0].register_step_post_hook(fail)
+    with pytest.raises(Preempted):
+        ours.run(0)
+    theirs.run(0)
+    assert stepped == listed(ours.optimizer)
+    assert equal(ours.state(), theirs.state())
+    handle.remove()
+    ours.run(1)
+    theirs.run(1)
+    assert equal(ours.state(), theirs.state())
+
+
+@torch.library.custom_op("coop_tests::fails_backward", mutates_args=())
+def fails_backward(x: torch.Tensor, fails: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("coop_tests::failing", mutates_args=())
+def failing(gradient: torch.Tensor, fails: torch.Tensor) -> torch.Tensor:
+    if fails:
+        raise Preempted
+    return gradient.clone()
+
+
+@fails_backward.register_fake
+@failing.register_fake
+def _(x, fails):
+    return torch.empty_like(x)
+
+
+fails_backward.register_autograd(
+    lambda ctx, gradient: (failing(gradient, *ctx.saved_tensors), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_op_that_fails_among_the_updates_is_told(at, options):
+    """An op of the user's, whose backward comes after those of the layers from `at` on."""
+    ours = Trained("momentum")
+    parameters = [*ours.model.parameters()]
+
+    def loss(batch):
+        x, fails = batch
+        for i, layer in enumerate(ours.model):
+            x = layer(fails_backward(x, fails) if i == at else x)
+        return (fails_backward(x, fails) if at == 3 else x).square().mean()
+
+    iteration = coop_plan.train_iteration(loss, ours.optimizer, "min", **options)
+    for fails in (False, True, False):
+        before = [p.detach().clone() for p in parameters]
+        if not fails:
+            iteration((torch.ones(8, WIDTH), torch.tensor(fails)))
+            assert not any(map(torch.equal, before, parameters))
+            continue
+        with pytest.raises((Preempted, runtime.PartlyUpdatedError)) as found:
+            iteration((torch.ones(8, WIDTH), torch.tensor(fails)))
+        updated = sum(not torch.equal(*pair) for pair in zip(before, parameters, strict=True))
+        assert updated == (0 if at == 3 else 2 * (3 - at))
+        if updated:
+            assert found.match(f"after {updated} of 6 parameters were updated.*Preempted: load")
+        assert found.type is (runtime.PartlyUpdatedError if updated else Preempted)
