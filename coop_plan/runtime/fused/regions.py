@@ -20,7 +20,7 @@ from coop_plan.runtime.fused.clusters import clusters_of
 from coop_plan.runtime.fused.compiled import RegionGraph, compiled_ops
 from coop_plan.runtime.fused.in_kernel import recompute_in_kernels
 from coop_plan.runtime.fused.norms import decompose_norms
-from coop_plan.runtime.fused.ops import is_creation, is_fusible, producer_of
+from coop_plan.runtime.fused.ops import is_creation, is_fusible, producer_of, storage_of
 from coop_plan.runtime.torch_internals.joint_graphs import checkpoint_of
 from coop_plan.runtime.torch_internals.ops import UNTAGGED_VIEWS, OpOverload
 
@@ -46,6 +46,7 @@ def fuse_regions(
     outputs: Any = next(iter(reversed(graph.nodes))).args[0]
     forward = forward_nodes(module, outputs[:num_fwd_outputs])
     recompute_in_kernels(graph, forward, {v for v in outputs if isinstance(v, fx.Node)})
+    _merge_equal(graph, forward)
     _erase_unused(graph)
     ops = [n for n in graph.nodes if n.op == "call_function" and n.target is not GETITEM]
     ops = [op for op in ops if not is_view(op)]
@@ -54,7 +55,7 @@ def fuse_regions(
     for earlier, later in itertools.pairwise(in_order):
         before[later].add(earlier)
     before = {op: {other for other in others if other in before} for op, others in before.items()}
-    half_of = {op: (op in forward, checkpoint_of(op)) for op in ops if is_fusible(op)}
+    half_of = {op: _half_of(op, forward) for op in ops if is_fusible(op)}
     clusters = clusters_of(ops, before, half_of)
     regions = [Region.of(members) for members in clusters if not all(map(is_creation, members))]
     ops_of([(found.graph, [node.meta["val"] for node in found.inputs]) for found in regions])
@@ -203,6 +204,32 @@ def _emit(
         item.meta["val"] = values[i]
         if result.target is GETITEM:
             placed |= dict.fromkeys(_parts_at(producer_of(result), result.args[1]), item)
+
+
+def _half_of(op: fx.Node, forward: set[fx.Node]) -> object:
+    """The part of the step that the region of an op lies within."""
+    return op in forward, checkpoint_of(op)
+
+
+def _merge_equal(graph: fx.Graph, forward: set[fx.Node]) -> None:
+    """Merge fusible ops of equal arguments in one part of the step, and views of one tensor.
+
+    Layers often make the same mask or positions, each for itself. Results of the step stay apart:
+    the caller may write to them.
+    """
+    output = next(iter(reversed(graph.nodes)))
+    returned = {storage_of(value) for value in output.all_input_nodes}
+    equal: dict[object, fx.Node] = {}
+    for node in graph.nodes:
+        fusible = is_fusible(node)
+        if not (fusible or node.target is GETITEM or is_view(node)) or storage_of(node) in returned:
+            continue
+        of = _half_of(node, forward) if fusible else None
+        key = node.target, repr((node.args, node.kwargs)), of
+        first = equal.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
 
 
 def _erase_unused(graph: fx.Graph) -> None:

@@ -64,8 +64,14 @@ NORMS = (
 BoxedKernel = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 """Compiled graph: takes its inputs in one list, which it clears, and returns its outputs."""
 
-SETTINGS: dict[str, Any] = {"emulate_precision_casts": True, "deterministic": True}
+SETTINGS: dict[str, Any] = {
+    "emulate_precision_casts": True,
+    "deterministic": True,
+    "cpp.vec_isa_ok": config.cpp.vec_isa_ok is not False,
+}
 """Inductor's settings: results of each op are rounded as in eager, no kernel is chosen by timing.
+
+The compiler is not tried for each vector instruction set that the CPU has, each in a new process.
 
 Assumed: `make_fx` reads the first one, too, and marks the ops whose results are rounded."""
 
@@ -84,7 +90,8 @@ def _instruction_set() -> str:
     """Vector instructions of the CPU that Inductor writes code for."""
     from torch._inductor.cpu_vec_isa import pick_vec_isa  # takes a second to import
 
-    return str(pick_vec_isa())
+    with config.patch(SETTINGS):
+        return str(pick_vec_isa())
 
 
 @contextmanager
