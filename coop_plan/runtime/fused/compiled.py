@@ -91,9 +91,7 @@ def _known(
     """Devices and ops of regions; `make` adds those that are new to `_ops`, by name."""
     names = [f"{_name(graph, inputs)}.{overload}" for graph, inputs in regions]
     with _lock:
-        new = {
-            name: given for name, given in zip(names, regions, strict=True) if name not in _ops
-        }
+        new = {name: given for name, given in zip(names, regions, strict=True) if name not in _ops}
         if new:
             make(new)
         return [_ops[name] for name in names]

@@ -9,6 +9,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -188,22 +189,21 @@ def _with_regions(
     return made
 
 
-def _emit(
-    graph: fx.Graph, found: Region, placed: dict[fx.Node, fx.Node], ops_of: MakeOps
-) -> None:
+def _emit(graph: fx.Graph, found: Region, placed: dict[fx.Node, fx.Node], ops_of: MakeOps) -> None:
     """Add the node of a region, and those that take its results."""
     node = graph.call_function(region, ([placed[value] for value in found.inputs],))
     values = [result.meta["val"] for result in found.outputs]
-
-    def op_for(inputs: Sequence[torch.Tensor]) -> OpOverload:
-        return ops_of([(found.graph, inputs)])[0]
-
-    node.meta = {**found.members[-1].meta, "val": values, OP_MAKER: op_for}
+    maker = partial(_op_of, found.graph, ops_of)
+    node.meta = {**found.members[-1].meta, "val": values, OP_MAKER: maker}
     for i, result in enumerate(found.outputs):
         item = placed[result] = graph.call_function(GETITEM, (node, i))
         item.meta["val"] = values[i]
         if result.target is GETITEM:
             placed |= dict.fromkeys(_parts_at(producer_of(result), result.args[1]), item)
+
+
+def _op_of(graph: fx.Graph, ops_of: MakeOps, inputs: Sequence[torch.Tensor]) -> OpOverload:
+    return ops_of([(graph, inputs)])[0]
 
 
 def _half_of(op: fx.Node, forward: set[fx.Node]) -> object:

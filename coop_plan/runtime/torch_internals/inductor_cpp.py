@@ -83,7 +83,9 @@ def compile_sources(wrappers: Sequence[Callable[..., Any]]) -> None:
     folder, command = Path(cache_dir(), "coop_plan"), _command()
     folder.mkdir(parents=True, exist_ok=True)
     names = {source: source.name(command) for _, _, source in places}
-    missing = {source: name for source, name in names.items() if not _library(folder, name).exists()}
+    missing = {
+        source: name for source, name in names.items() if not _library(folder, name).exists()
+    }
     if missing:
         built = _build(missing)
         for name in missing.values():
@@ -125,7 +127,9 @@ def _build(names: dict[_Source, str]) -> Path:
             entry_func=name,
             extra_parse_arg="",
         )
-        text += f"#define kernel {name}\nnamespace of_{name} {{{source.text}{suffix}}}\n#undef kernel\n"
+        text += (
+            f"#define kernel {name}\nnamespace of_{name} {{{source.text}{suffix}}}\n#undef kernel\n"
+        )
     module = _binding(first).load(text, "cpu")
     return Path(module.__file__)
 
