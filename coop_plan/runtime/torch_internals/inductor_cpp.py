@@ -72,7 +72,7 @@ def compile_sources(wrappers: Sequence[Callable[..., Any]]) -> None:
     """
     places = [
         (scope, name, value)
-        for scope in (wrapper.__globals__ for wrapper in wrappers)  # type: ignore[attr-defined]
+        for scope in (wrapper.__globals__ for wrapper in wrappers)
         for name, value in scope.items()
         if isinstance(value, _Source)
     ]
