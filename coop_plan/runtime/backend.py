@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -101,14 +101,6 @@ def coop(
             lines.begin,
         )
         return unplanned_calls.count_unplanned(gm)
-
-    if parsed.kernels == "fused" and is_symbolic(gm):
-        parsed = replace(parsed, kernels="eager")
-        log.log(
-            first.history[function].level("sizes"),
-            "%s: input sizes change: all but the first run eager kernels, not fused ones",
-            lines.begin,
-        )
 
     def compile_static(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         shape = shape_of(graph, inputs)
@@ -278,7 +270,7 @@ class _Compilation:
         if not self.any_sizes:  # chunks are equal to the whole at one size
             chunk_heads_beyond(joint, self.options.plan.budget)
         fused = None
-        if self.options.kernels == "fused":
+        if self.options.kernels == "fused" and not self.any_sizes:  # sizes are in a region's code
             try:
                 fused = capture(copy_of(joint), fuse=fuse_regions)
             except CaptureError as error:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coop_plan.planner import plan
 from coop_plan.planner.fit import scaled
-from coop_plan.runtime.fused.compiled import compiled_op, modelled_op
+from coop_plan.runtime.fused.compiled import compiled_ops, modelled_ops
 from coop_plan.runtime.offline_capture.devices import device
 from coop_plan.runtime.offline_capture.fake_device import CaptureRequest, OfflineCapture
 from coop_plan.runtime.offline_capture.fit import fit
@@ -133,16 +133,16 @@ def test_names_are_of_the_content_alone(away):
     assert away("step").to_json() == away.__wrapped__("step").to_json()
     threads = torch.get_num_threads()
     (graph, values), (other, others) = (drawn(2, 8, columns) for columns in (64, 65))
-    seen = [modelled_op(graph, values)]
+    seen = [modelled_ops([(graph, values)])[0]]
     try:
         for number in (1, 2):
             torch.set_num_threads(number)
-            seen.append(compiled_op(graph, values))
+            seen.append(compiled_ops([(graph, values)])[0])
     finally:
         torch.set_num_threads(threads)
     assert len(set(seen)) == 3
     (packet,) = {op.overloadpacket for op in seen}
-    assert modelled_op(other, others).overloadpacket is not packet
+    assert modelled_ops([(other, others)])[0].overloadpacket is not packet
 
 
 def test_fit_answers_for_fused_kernels(away, importable):

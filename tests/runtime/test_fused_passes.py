@@ -18,6 +18,10 @@ from coop_plan.runtime.torch_internals.inductor_scheduler import scheduled
 aten = torch.ops.aten
 
 
+def uncompiled(regions):
+    """No op for any region; their graphs are run."""
+
+
 def drawn(seed, size=40):
     """A random graph of pointwise ops and products; the values are 4 x 4."""
     draw, mode = random.Random(seed), FakeTensorMode()
@@ -78,14 +82,56 @@ def run(module, inputs):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_graph_with_regions_returns_the_same(seed):
-    module = drawn(seed)
+    """Also if it computes some of them twice."""
+    module = repeated(drawn(seed), seed)
     inputs = [torch.randn(4, 4, dtype=torch.float64) for _ in range(3)]
     expected = module(*inputs)
     ops = sum(node.op == "call_function" for node in module.graph.nodes)
-    fuse_regions(module, 1)
+    fuse_regions(module, 1, uncompiled)
     assert module.graph.find_nodes(op="call_function", target=region)
     assert sum(node.op == "call_function" for node in module.graph.nodes) < ops
     assert all(map(torch.equal, run(module, inputs), expected))
+
+
+def repeated(module, seed):
+    """The graph with second copies of some ops, which some of their readers read."""
+    draw, graph = random.Random(seed), module.graph
+    for node in list(graph.nodes):
+        if node.op == "call_function" and draw.random() < 0.5:
+            with graph.inserting_after(node):
+                copy = graph.node_copy(node)
+            for user in [user for user in node.users if draw.random() < 0.5]:
+                user.replace_input_with(node, copy)
+    return module
+
+
+@pytest.mark.parametrize("depth", [2, 5])
+def test_layers_share_what_each_makes_for_itself(depth):
+    """A mask of positions; products and results of the step stay apart."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+    positions, x = map(graph.placeholder, ("primals_1", "primals_2"))
+    outputs = []
+    for _ in range(depth):
+        mask = graph.call_function(
+            aten.le.Tensor, (positions, graph.call_function(aten.t.default, (positions,)))
+        )
+        masked = graph.call_function(aten.mul.Tensor, (x, mask))
+        x = graph.call_function(aten.mm.default, (masked, masked))
+        outputs.append(graph.call_function(aten.sin.default, (positions,)))
+    graph.output((x, *outputs))
+    with mode:
+        for node in graph.nodes:
+            node.meta["val"] = torch.empty(64, 64)
+    module, inputs = fx.GraphModule({}, graph), [torch.rand(64, 64) for _ in range(2)]
+    expected = module(*inputs)
+    seen = []
+    fuse_regions(module, 1 + depth, seen.extend)
+    made = run(module, inputs)
+    assert all(map(torch.equal, made, expected))
+    assert len({value.data_ptr() for value in made}) == len(made)
+    nodes = [node for found, _ in seen for node in found.nodes] + list(module.graph.nodes)
+    assert sum(node.target is aten.le.Tensor for node in nodes) == 1
+    assert sum(node.target is aten.mm.default for node in nodes) == depth
 
 
 def live_peak(graph):
@@ -119,7 +165,7 @@ def test_a_region_has_at_most_twice_the_working_set_of_an_op(seed):
     module = drawn(seed, 120)
     ops = len(module.graph.nodes)
     most = TIMES_LARGEST * largest_working_set(module.graph)
-    fuse_regions(module, 1)
+    fuse_regions(module, 1, uncompiled)
     assert len(module.graph.nodes) < ops
     assert largest_working_set(module.graph) <= most
 
@@ -145,7 +191,7 @@ def test_the_terms_of_a_sum_do_not_wait_for_its_last_one(seed):
             node.meta["val"] = torch.empty(64, 64)
     module = fx.GraphModule({}, graph)
     before = live_peak(module.graph)
-    fuse_regions(module, 1)
+    fuse_regions(module, 1, uncompiled)
     assert module.graph.find_nodes(op="call_function", target=region)
     assert live_peak(module.graph) <= before + bytes_of(total)
 
@@ -173,7 +219,7 @@ def test_readers_of_one_tensor_are_no_region_larger_than_any_op(seed):
     module = fx.GraphModule({}, graph)
 
     most = largest_working_set(module.graph)
-    fuse_regions(module, 1)
+    fuse_regions(module, 1, uncompiled)
     assert largest_working_set(module.graph) <= most
     merged = bool(module.graph.find_nodes(op="call_function", target=region))
     assert merged == (rows == 512)
@@ -250,7 +296,7 @@ def test_the_backward_of_a_layer_does_not_begin_with_all_layers(depth):
         for node in graph.nodes:
             node.meta["val"] = torch.empty(64, 64)
     module = fx.GraphModule({}, graph)
-    fuse_regions(module, 1)
+    fuse_regions(module, 1, uncompiled)
     for node in module.graph.find_nodes(op="call_function", target=region):
         assert len(node.all_input_nodes) <= 2 + MOST_READ
 
@@ -278,6 +324,6 @@ def test_the_gradient_of_a_likelihood_is_eagers_and_has_no_scratch(seed):
 
     mode = FakeTensorMode()
     graph = inductor.decomposed(run, [mode.from_tensor(value) for value in given])
-    (made,) = inductor.compile_graph(graph, given)([*given])
+    (made,) = inductor.compile_graphs([(graph, given)])[0]([*given])
     assert torch.equal(made, run(*given)[0])
     assert scheduled(graph, given).scratch_bytes == 0

@@ -43,6 +43,7 @@ with assumed("the names that runtime/torch_internals imports"):
         dynamo_graphs,
         fakes,
         inductor,
+        inductor_cpp,
         joint_graphs,
         kept_traces,
         ops,
@@ -210,7 +211,7 @@ def test_inductors_code_is_called_with_a_list_and_has_eagers_layouts_and_roundin
     a, b = torch.randn(8, 16), torch.randn(16, 8).t()
     graph = inductor.decomposed(layered, fakes_like(a, b))
     with assumed("compile_fx_inner, its layouts of results, and current_callable"):
-        kernel = inductor.compile_graph(graph, [a, b])
+        kernel = inductor.compile_graphs([(graph, [a, b])])[0]
         given = [a, b]
         made = kernel(given)
         assert given == []
@@ -252,7 +253,7 @@ def test_inductor_compiles_apart_from_a_trace_and_keeps_its_code(found):
         output.args = ((output.args[0],),)
         with torch._functorch.config.patch(bundled_autograd_cache=True):
             for _ in range(2):
-                inductor.compile_graph(graph, fakes_like(*inputs))
+                inductor.compile_graphs([(graph, fakes_like(*inputs))])
         contexts.append(before == (context.output_strides, context.fake_mode))
         return gm
 
@@ -276,10 +277,73 @@ def test_inductors_code_on_disk_is_of_the_instruction_set(found, monkeypatch, tm
             else:
                 monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
             digests.add(inductor.settings_digest())
-            (made,) = inductor.compile_graph(graph, [x])([x])
+            (made,) = inductor.compile_graphs([(graph, [x])])[0]([x])
             assert torch.equal(made, x * x + 1)
         assert found == [False, False, True]
         assert len(digests) == 2
+
+
+@pytest.fixture
+def libraries(monkeypatch, tmp_path):
+    """Files of kernels that Inductor's compiler makes, in a cache of the test's own."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    builder = torch._inductor.cpp_builder.CppBuilder
+    made, build = [], builder.build
+
+    def see(self):
+        build(self)
+        if self.get_target_file_path().endswith(".main.so"):
+            made.append(self.get_target_file_path())
+
+    monkeypatch.setattr(builder, "build", see)
+    return made
+
+
+def pointwise(count, *, seed=0):
+    """Graphs that scale by random numbers, their inputs, and their results."""
+    x = torch.randn(4, 16)
+    numbers = torch.rand(count, generator=torch.Generator().manual_seed(seed)).tolist()
+
+    def scaled_by(number):
+        return lambda x: ((x * number).sin(),)
+
+    functions = [scaled_by(number) for number in numbers]
+    graphs = [(inductor.decomposed(run, fakes_like(x)), [x]) for run in functions]
+    return graphs, [run(x)[0] for run in functions]
+
+
+def results(graphs):
+    """The first result of each graph, which is compiled together with the others."""
+    kernels = inductor.compile_graphs(graphs)
+    return [kernel([*given])[0] for kernel, (_, given) in zip(kernels, graphs, strict=True)]
+
+
+def test_kernels_of_several_graphs_are_compiled_by_one_call(libraries):
+    """Those that were compiled before, in any file, are not compiled again."""
+    with assumed("cpp_pybinding, the template of a kernel's module, and how it is loaded"):
+        for count, calls in ((3, 1), (2, 1), (5, 2), (4, 2)):
+            torch._inductor.codecache.PyCodeCache.cache_clear()
+            graphs, expected = pointwise(count)
+            torch.testing.assert_close(results(graphs), expected)
+            assert len(libraries) == calls
+
+
+def test_kernels_that_another_thread_compiles_are_complete(libraries):
+    x = torch.randn(4, 16)
+    with assumed("cpp_pybinding"), inductor_cpp.sources_kept(), ThreadPoolExecutor(1) as pool:
+        compiled = torch.compile(lambda x: (x * 0.3).sin(), dynamic=False)
+        torch.testing.assert_close(pool.submit(compiled, x).result(), (x * 0.3).sin())
+
+
+def test_kernels_are_compiled_after_a_failure(libraries):
+    graphs, expected = pointwise(2, seed=1)
+    with assumed("a wrapper of the same text is one module"):
+        with (
+            torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}),
+            pytest.raises(Exception, match="compiler"),
+        ):
+            inductor.compile_graphs(graphs)
+        torch.testing.assert_close(results(graphs), expected)
 
 
 def test_inductors_settings_have_a_digest():

@@ -17,7 +17,7 @@ from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.torch_internals.fakes import Layout
 from coop_plan.runtime.torch_internals.inductor import (
-    compile_graph,
+    compile_graphs,
     device_of_results,
     settings_digest,
 )
@@ -26,6 +26,11 @@ from coop_plan.runtime.torch_internals.ops import OpOverload
 from coop_plan.schemas.graph import FUSED_NAME
 
 T = TypeVar("T")
+
+RegionGraph = tuple[fx.Graph, Sequence[torch.Tensor]]
+"""The graph of a region, on storages, which returns a tuple, and fake tensors for its inputs.
+
+The inputs have the layouts that the ops before the region make."""
 
 SCHEMA = "(Tensor[] inputs) -> Tensor[]"
 
@@ -36,43 +41,60 @@ MODELLED: dict[OpOverload, Scheduled] = {}
 """Kernels of the ops that only have a model (`modelled_op`)."""
 
 
-def compiled_op(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> OpOverload:
-    """The op `coop_plan::fused_...` of a region, as `op(list of inputs) -> list of results`.
+def compiled_ops(regions: Sequence[RegionGraph]) -> list[OpOverload]:
+    """The ops `coop_plan::fused_...` of regions, as `op(list of inputs) -> list of results`.
 
-    Args:
-        graph: the region's ops, on storages; returns a tuple.
-        inputs: fake tensors with the layouts that the ops before the region make.
+    All that this process has not compiled yet are compiled together.
 
     Raises:
-        CaptureError: Inductor cannot compile the region, as without a compiler.
+        CaptureError: Inductor cannot compile a region, as without a compiler.
     """
-    name = f"{_name(graph, inputs)}.on_{settings_digest()}"
-    device = device_of_results(graph)
-    with _lock:
-        if name not in _ops:
-            kernel = _by_inductor("compile", compile_graph, graph, inputs)
-            op = define_op(name, SCHEMA, lambda inputs: [*kernel([*inputs])])
+
+    def make(named: dict[str, RegionGraph]) -> None:
+        kernels = _by_inductor("compile", compile_graphs, [*named.values()])
+        for (name, (graph, _)), kernel in zip(named.items(), kernels, strict=True):
+            op = define_op(name, SCHEMA, lambda inputs, kernel=kernel: [*kernel([*inputs])])
             BOXED_KERNELS[op] = kernel
-            _ops[name] = device, op
-        compiled_for, op = _ops[name]
-    if compiled_for != device:
-        raise CaptureError(f"a region of {device} was compiled for {compiled_for} in this process")
-    return op
+            _ops[name] = device_of_results(graph), op
+
+    made = _known(regions, f"on_{settings_digest()}", make)
+    for (graph, _), (compiled_for, _) in zip(regions, made, strict=True):
+        if compiled_for != device_of_results(graph):
+            raise CaptureError(
+                f"a region of {device_of_results(graph)} was compiled for {compiled_for} in this"
+                " process"
+            )
+    return [op for _, op in made]
 
 
-def modelled_op(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> OpOverload:
-    """The op of a region on an absent device, whose kernels are in `MODELLED`; it does not run.
+def modelled_ops(regions: Sequence[RegionGraph]) -> list[OpOverload]:
+    """The ops of regions on an absent device, whose kernels are in `MODELLED`; they do not run.
 
-    Arguments and errors are those of `compiled_op`.
+    Errors are those of `compiled_ops`.
     """
-    name = f"{_name(graph, inputs)}.modelled"
-    with _lock:
-        if name not in _ops:
+
+    def make(named: dict[str, RegionGraph]) -> None:
+        for name, (graph, inputs) in named.items():
             kernels = _by_inductor("schedule", scheduled, graph, inputs)
             op = define_op(name, SCHEMA, _refuse)
             MODELLED[op] = kernels
             _ops[name] = device_of_results(graph), op
-        return _ops[name][1]
+
+    return [op for _, op in _known(regions, "modelled", make)]
+
+
+def _known(
+    regions: Sequence[RegionGraph],
+    overload: str,
+    make: Callable[[dict[str, RegionGraph]], None],
+) -> list[tuple[torch.device, OpOverload]]:
+    """Devices and ops of regions; `make` adds those that are new to `_ops`, by name."""
+    names = [f"{_name(graph, inputs)}.{overload}" for graph, inputs in regions]
+    with _lock:
+        new = {name: given for name, given in zip(names, regions, strict=True) if name not in _ops}
+        if new:
+            make(new)
+        return [_ops[name] for name in names]
 
 
 def _refuse(_: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -18,32 +18,36 @@ from torch import fx
 from coop_plan.runtime.capture.graph_builder import GETITEM, OP_MAKER, is_view
 from coop_plan.runtime.capture.joint_graph import forward_nodes, keeps_program_order
 from coop_plan.runtime.fused.clusters import clusters_of
-from coop_plan.runtime.fused.compiled import compiled_op
+from coop_plan.runtime.fused.compiled import RegionGraph, compiled_ops
 from coop_plan.runtime.fused.in_kernel import recompute_in_kernels
 from coop_plan.runtime.fused.norms import decompose_norms
-from coop_plan.runtime.fused.ops import is_creation, is_fusible, producer_of
+from coop_plan.runtime.fused.ops import is_creation, is_fusible, producer_of, storage_of
 from coop_plan.runtime.torch_internals.joint_graphs import checkpoint_of
 from coop_plan.runtime.torch_internals.ops import UNTAGGED_VIEWS, OpOverload
 
-MakeOp = Callable[[fx.Graph, Sequence[torch.Tensor]], OpOverload]
-"""Makes the op of a region: its graph, fake inputs (`fused.compiled`)."""
+MakeOps = Callable[[Sequence[RegionGraph]], Sequence[OpOverload]]
+"""Makes the ops of regions (`fused.compiled`)."""
 
 
-def fuse_regions(module: fx.GraphModule, num_fwd_outputs: int, op_of: MakeOp = compiled_op) -> None:
+def fuse_regions(
+    module: fx.GraphModule, num_fwd_outputs: int, ops_of: MakeOps = compiled_ops
+) -> None:
     """Replace the regions of a joint graph by one node each, in place.
 
-    The op of a node is made when the layouts of its inputs are known (`OP_MAKER`).
+    The op of a node is known when the layouts of its inputs are (`OP_MAKER`). Ops for the layouts
+    of the joint graph, which hardly differ, are made here, together.
 
     Args:
         module: AOTAutograd's joint graph; `meta["val"]` of every node is set.
         num_fwd_outputs: how many of its outputs are the forward's.
-        op_of: makes the op of a region; `modelled_op` for an absent device.
+        ops_of: makes the ops of regions; `modelled_ops` for an absent device.
     """
     graph = module.graph
     decompose_norms(graph)
     outputs: Any = next(iter(reversed(graph.nodes))).args[0]
     forward = forward_nodes(module, outputs[:num_fwd_outputs])
     recompute_in_kernels(graph, forward, {v for v in outputs if isinstance(v, fx.Node)})
+    _merge_equal(graph, forward)
     _erase_unused(graph)
     ops = [n for n in graph.nodes if n.op == "call_function" and n.target is not GETITEM]
     ops = [op for op in ops if not is_view(op)]
@@ -52,10 +56,11 @@ def fuse_regions(module: fx.GraphModule, num_fwd_outputs: int, op_of: MakeOp = c
     for earlier, later in itertools.pairwise(in_order):
         before[later].add(earlier)
     before = {op: {other for other in others if other in before} for op, others in before.items()}
-    half_of = {op: (op in forward, checkpoint_of(op)) for op in ops if is_fusible(op)}
+    half_of = {op: _half_of(op, forward) for op in ops if is_fusible(op)}
     clusters = clusters_of(ops, before, half_of)
     regions = [Region.of(members) for members in clusters if not all(map(is_creation, members))]
-    module.graph = _with_regions(graph, regions, in_order, op_of)
+    ops_of([(found.graph, [node.meta["val"] for node in found.inputs]) for found in regions])
+    module.graph = _with_regions(graph, regions, in_order, ops_of)
     _erase_unused(module.graph)
     module.graph.lint()
 
@@ -139,7 +144,7 @@ Unit = fx.Node | Region
 
 
 def _with_regions(
-    graph: fx.Graph, regions: Sequence[Region], in_order: Sequence[fx.Node], op_of: MakeOp
+    graph: fx.Graph, regions: Sequence[Region], in_order: Sequence[fx.Node], ops_of: MakeOps
 ) -> fx.Graph:
     """The graph with a node for each region, in program order as far as its edges allow.
 
@@ -173,7 +178,7 @@ def _with_regions(
     while ready:
         unit = units[heapq.heappop(ready)[1]]
         if isinstance(unit, Region):
-            _emit(made, unit, placed, op_of)
+            _emit(made, unit, placed, ops_of)
         elif all(argument in placed for argument in unit.all_input_nodes):
             # otherwise a view that only its own region reads
             placed[unit] = made.node_copy(unit, placed.__getitem__)
@@ -184,17 +189,47 @@ def _with_regions(
     return made
 
 
-def _emit(graph: fx.Graph, found: Region, placed: dict[fx.Node, fx.Node], op_of: MakeOp) -> None:
+def _emit(graph: fx.Graph, found: Region, placed: dict[fx.Node, fx.Node], ops_of: MakeOps) -> None:
     """Add the node of a region, and those that take its results."""
     node = graph.call_function(region, ([placed[value] for value in found.inputs],))
     values = [result.meta["val"] for result in found.outputs]
-    maker = partial(op_of, found.graph)
+    maker = partial(_op_of, found.graph, ops_of)
     node.meta = {**found.members[-1].meta, "val": values, OP_MAKER: maker}
     for i, result in enumerate(found.outputs):
         item = placed[result] = graph.call_function(GETITEM, (node, i))
         item.meta["val"] = values[i]
         if result.target is GETITEM:
             placed |= dict.fromkeys(_parts_at(producer_of(result), result.args[1]), item)
+
+
+def _op_of(graph: fx.Graph, ops_of: MakeOps, inputs: Sequence[torch.Tensor]) -> OpOverload:
+    return ops_of([(graph, inputs)])[0]
+
+
+def _half_of(op: fx.Node, forward: set[fx.Node]) -> object:
+    """The part of the step that the region of an op lies within."""
+    return op in forward, checkpoint_of(op)
+
+
+def _merge_equal(graph: fx.Graph, forward: set[fx.Node]) -> None:
+    """Merge fusible ops of equal arguments in one part of the step, and views of one tensor.
+
+    Layers often make the same mask or positions, each for itself. Results of the step stay apart:
+    the caller may write to them.
+    """
+    output = next(iter(reversed(graph.nodes)))
+    returned = {storage_of(value) for value in output.all_input_nodes}
+    equal: dict[object, fx.Node] = {}
+    for node in graph.nodes:
+        fusible = is_fusible(node)
+        if not (fusible or node.target is GETITEM or is_view(node)) or storage_of(node) in returned:
+            continue
+        of = _half_of(node, forward) if fusible else None
+        key = node.target, repr((node.args, node.kwargs)), of
+        first = equal.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
 
 
 def _erase_unused(graph: fx.Graph) -> None:

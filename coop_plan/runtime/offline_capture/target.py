@@ -15,7 +15,7 @@ from coop_plan.runtime.capture.joint_graph import Captured, capture_joint
 from coop_plan.runtime.capture.tracing_rules import as_eager
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.execute.first_plan import ChunkedGraph
-from coop_plan.runtime.fused.compiled import compiled_op, modelled_op
+from coop_plan.runtime.fused.compiled import compiled_ops, modelled_ops
 from coop_plan.runtime.fused.regions import fuse_regions
 from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment, under
 from coop_plan.runtime.kernels import GraphKind, Kernels
@@ -191,8 +191,8 @@ def graphs_of(
     if "fused" in kernels:
         check_fused()
     found: dict[GraphKind, Captured] = {}
-    op_of = compiled_op if model is None else modelled_op
-    passes: dict[Kernels, Any] = {"eager": None, "fused": partial(fuse_regions, op_of=op_of)}
+    ops_of = compiled_ops if model is None else modelled_ops
+    passes: dict[Kernels, Any] = {"eager": None, "fused": partial(fuse_regions, ops_of=ops_of)}
 
     def partition(
         joint: fx.GraphModule,

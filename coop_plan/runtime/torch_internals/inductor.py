@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from coop_plan.runtime.torch_internals.inductor_cpp import compile_sources, sources_kept
 from coop_plan.runtime.torch_internals.tracing import without_modes
 
 compiler_config: Any = torch.compiler.config
@@ -63,8 +64,14 @@ NORMS = (
 BoxedKernel = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 """Compiled graph: takes its inputs in one list, which it clears, and returns its outputs."""
 
-SETTINGS: dict[str, Any] = {"emulate_precision_casts": True, "deterministic": True}
+SETTINGS: dict[str, Any] = {
+    "emulate_precision_casts": True,
+    "deterministic": True,
+    "cpp.vec_isa_ok": config.cpp.vec_isa_ok is not False,
+}
 """Inductor's settings: results of each op are rounded as in eager, no kernel is chosen by timing.
+
+The compiler is not tried for each vector instruction set that the CPU has, each in a new process.
 
 Assumed: `make_fx` reads the first one, too, and marks the ops whose results are rounded."""
 
@@ -83,7 +90,8 @@ def _instruction_set() -> str:
     """Vector instructions of the CPU that Inductor writes code for."""
     from torch._inductor.cpu_vec_isa import pick_vec_isa  # takes a second to import
 
-    return str(pick_vec_isa())
+    with config.patch(SETTINGS):
+        return str(pick_vec_isa())
 
 
 @contextmanager
@@ -122,10 +130,12 @@ def device_of_results(graph: fx.Graph) -> torch.device:
     return device
 
 
-def compile_graph(graph: fx.Graph, examples: Sequence[torch.Tensor]) -> BoxedKernel:
-    """Compile a graph that returns a tuple of tensors, for inputs with the layouts of `examples`.
+def compile_graphs(
+    graphs: Sequence[tuple[fx.Graph, Sequence[torch.Tensor]]],
+) -> list[BoxedKernel]:
+    """Compile graphs that return tuples of tensors, each for inputs with the layouts of examples.
 
-    Its results have eager's layouts. Inductor's cache on disk is used.
+    Results have eager's layouts. All are on one type of device. Inductor's cache on disk is used.
 
     Assumed: inputs of `compile_fx_inner` that are static are not copied for alignment; the result's
     `current_callable` is the function of the generated code.
@@ -135,12 +145,17 @@ def compile_graph(graph: fx.Graph, examples: Sequence[torch.Tensor]) -> BoxedKer
     """
     from torch._inductor.compile_fx import compile_fx_inner  # takes a second to import
 
-    with outside_traces(device_of_results(graph).type) as mode:
-        module, inputs = traced_for_inductor(graph, examples, mode)
-        static = range(len(inputs))
-        made: Any = compile_fx_inner(module, inputs, static_input_idxs=static, is_inference=True)
-    kernel: BoxedKernel = made.current_callable
-    return kernel
+    kernels: list[BoxedKernel] = []
+    with outside_traces(device_of_results(graphs[0][0]).type) as mode, sources_kept():
+        for graph, examples in graphs:
+            module, inputs = traced_for_inductor(graph, examples, mode)
+            static = range(len(inputs))
+            made: Any = compile_fx_inner(
+                module, inputs, static_input_idxs=static, is_inference=True
+            )
+            kernels.append(made.current_callable)
+        compile_sources(kernels)
+    return kernels
 
 
 def traced_for_inductor(
