@@ -4,7 +4,7 @@
 
 The iteration is a GPT's with AdamW: weights in bf16, masters and moments in fp32, all movable. The
 host computes an update at 100 GB/s of its memory. Each cell is the overhead over the step's compute
-time within a share of keep-everything's peak; plans by coop-offline are verified. Columns:
+time within a share of keep-everything's peak; every plan is verified. Columns:
 
 - activations: the plan by coop-offline with all residents on the device;
 - states: masters and moments have homes on the host, fetched before each update and written back,
@@ -19,29 +19,24 @@ An empty cell is a budget that is not met. Copies overlap with compute in all co
 """
 
 from collections.abc import Callable
+from math import inf
 
 from benchmarks.report import Column, Report, parser, scaled
 from benchmarks.synthetic import gpt, with_adamw
 from coop_plan.planner import InfeasibleBudgetError, plan
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.homes.lower import lowered, sequence_of, streamed
+from coop_plan.planner.homes.lower import lowered, sequence_of, streamed, updated_on_host
+from coop_plan.planner.homes.search import HomeSearch
 from coop_plan.planner.homes.updates import host_updates
 from coop_plan.planner.method import Request
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.planning import keep_all_peak
 from coop_plan.planner.registry import METHODS
-from coop_plan.planner.search.makespan.annealing import MOVES
-from coop_plan.planner.search.makespan.metropolis import evaluate_sequence
-from coop_plan.planner.search.makespan.sequence import (
-    new_state,
-    set_sequence,
-    to_closed_program,
-    to_events,
-    to_sequence,
-)
+from coop_plan.planner.search.makespan.annealing import MakespanSearch
+from coop_plan.planner.search.makespan.sequence import to_sequence
 from coop_plan.planner.smallest_budget import Task
+from coop_plan.planner.verifier import verify
 from coop_plan.schemas import Graph
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
@@ -71,29 +66,30 @@ def rule(
 ) -> float | None:
     """Overhead of fetching the chosen residents (tensor ids) before each use, without a search.
 
-    With `on_host` all updates that may run on the host do. The other residents that they use are
-    fetched once each, and activations are planned with room for these.
+    With `on_host` all updates that may run on the host do. The weights that they update are fetched
+    once each, and activations are planned with room for these.
     """
     problem = Problem.from_graph(graph, alignment)
-    homes = [t.id for t in graph.tensors if t.movable and chosen(t.id)]
     updates = host_updates(problem) if on_host else []
-    low = lowered(problem, {*homes, *(t for u in updates for t in u.residents)}, updates)
-    alone, versioned = streamed(problem, homes, updates), low.form.problem
+    homes = {t.id for t in graph.tensors if t.movable and chosen(t.id)}
+    homes.update(t for update in updates for t in update.residents)
+    once, low = updated_on_host(problem, updates), lowered(problem, homes, updates)
+    alone, versioned = streamed(problem, homes - once, updates), low.form.problem
     task = Task(alone, METHODS["coop-offline"], Request(0))
-    arena = budget - versioned.fixed_bytes
+    request = Request(budget - versioned.fixed_bytes)
     for share in SLACK if on_host else SLACK[:1]:
         try:
             placed = task.within(int(share * budget) - alone.fixed_bytes).placed
         except DoesNotFitError:
             return None
-        sequence = sequence_of(low, to_sequence(placed.schedule), once=on_host)
-        program = to_closed_program(versioned)
-        state = new_state(versioned, program, 3 * sequence.size + 2000, MOVES)
-        set_sequence(state, sequence)
-        evaluate_sequence(program, state, arena, -1)
-        schedule = Schedule.of_events(versioned, *to_events(state))
-        if schedule.fits(arena):
-            return schedule.cost_us / problem.base_cost_us - 1
+        sequence = sequence_of(low, to_sequence(placed.schedule), once)
+        search = MakespanSearch(versioned, request, [sequence], inf)
+        search.consider(sequence)
+        if search.placed is not None:
+            options = PlanOptions.given(budget, {"alignment": alignment})
+            made = HomeSearch(problem, options, request).assembled(low, search.placed, budget)
+            verify(graph, made)
+            return made.overhead
     return None
 
 
@@ -128,7 +124,7 @@ def main() -> None:
                 activations=overhead(fixed, budget),
                 states=rule(graph, budget, states.__contains__),
                 streaming=rule(graph, budget, lambda _: True),
-                host=rule(graph, budget, states.__contains__, on_host=True),
+                host=rule(graph, budget, lambda _: False, on_host=True),
                 device=overhead(device, budget),
                 joint=overhead(graph, budget),
             )

@@ -110,21 +110,27 @@ def streamed(
     return Problem.with_places(made, problem.alignment, problem.outputs, 0, problem.outside)
 
 
-def sequence_of(low: Lowered, ops: Iterable[int], *, once: bool = False) -> Ints:
+def updated_on_host(problem: Problem, updates: Iterable[HostUpdate]) -> set[int]:
+    """The residents (tensor ids) of updates on the host that the device reads: parameters."""
+    read = {t for op in ops_on_device(problem, updates) for t in op.inputs}
+    return read.intersection(t for update in updates for t in update.residents)
+
+
+def sequence_of(low: Lowered, ops: Iterable[int], once: Collection[int] = ()) -> Ints:
     """Codes of the joint search (`planner.search.makespan.sequence`) for runs of `streamed`.
 
-    A prefetch marker precedes each op that reads a home, for each of them; with `once` only the
-    first of these ops.
+    A prefetch marker precedes each op that reads a home, for each of them; only the first op that
+    reads one of `once` (tensor ids).
     """
     problem, begins = low.form.problem, len(low.begins)
     copies, codes = set(problem.homes.copies), list(range(begins))
+    single = {t for t in copies if problem.graph.tensors[t].id in once}
     marker = problem.op_count + 1
     for op in ops:
         fetched = [t for t in dict.fromkeys(problem.op_inputs[begins + op]) if t in copies]
         codes += [marker + t for t in fetched]
         codes.append(begins + op)
-        if once:
-            copies.difference_update(fetched)
+        copies.difference_update(single.intersection(fetched))
     for t, end in problem.homes.returned:
         codes += [marker + t, end]
     return np.array(codes, dtype=np.int64)

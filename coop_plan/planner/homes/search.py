@@ -19,7 +19,8 @@ from coop_plan.planner.core.build_plan import assemble
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.memory_bounds import budget_lower_bound
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.homes.lower import Lowered, lowered, sequence_of, streamed
+from coop_plan.planner.core.schedule import PlacedSchedule
+from coop_plan.planner.homes.lower import Lowered, lowered, sequence_of, streamed, updated_on_host
 from coop_plan.planner.homes.restore import restored
 from coop_plan.planner.homes.updates import HostUpdate, host_updates
 from coop_plan.planner.keep_all import lay_out_everything
@@ -157,18 +158,32 @@ class HomeSearch:
         program = np.arange(self.problem.op_count - len(updates))
         starts = [sequence_of(low, ops) for ops in (start, program)]
         search = MakespanSearch(problem, request, starts, limit_us)
+        for sequence in (starts[0], *self._as_zero_offload(low, budget, request)):
+            search.consider(sequence)
         search.run(request.deadline, lambda: False)
         if search.placed is None:
             return None
-        found = self._assembled(low, search, budget)
+        found = self.assembled(low, search.placed, budget)
         host = self.problem.host_budget
         if host is not None and found.host_arena_bytes > host:
             return None
         verify(self.problem.graph, found)
         return found if found.cost_us < limit_us else None
 
+    def _as_zero_offload(self, low: Lowered, budget: int, request: Request) -> list[Ints]:
+        """The sequence in which parameters that the host updates are fetched once, if one fits.
+
+        Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, USENIX ATC 2021, keep
+        them on the device.
+        """
+        once = updated_on_host(self.problem, low.updates)
+        if not once:
+            return []
+        kept = self._streaming([*(low.homes - once)], low.updates, budget, request)
+        return [] if kept is None else [sequence_of(low, kept, once)]
+
     def _streaming(
-        self, homes: list[int], updates: list[HostUpdate], budget: int, request: Request
+        self, homes: list[int], updates: Sequence[HostUpdate], budget: int, request: Request
     ) -> Ints | None:
         """Ops in the order of a plan that prefetches each home before each use; None if none fits.
 
@@ -182,18 +197,18 @@ class HomeSearch:
         return to_sequence(found.schedule)
 
     def _streaming_task(
-        self, homes: list[int], updates: list[HostUpdate], request: Request
+        self, homes: list[int], updates: Sequence[HostUpdate], request: Request
     ) -> Task:
         """The planning task in which ops hold these homes as workspace (`streamed`)."""
         alone = streamed(self.problem, homes, updates)
         return Task(alone, METHODS["coop-offline"], replace(request, progress=None))
 
-    def _assembled(self, low: Lowered, search: MakespanSearch, budget: int) -> Plan:
-        assert search.placed is not None
-        placed = low.form.placed_to_original(search.placed)
+    def assembled(self, low: Lowered, placed: PlacedSchedule, budget: int) -> Plan:
+        """The plan of a schedule of `low` within a budget (bytes), to be verified."""
+        original = low.form.placed_to_original(placed)
         made = assemble(
-            placed,
-            host_offsets=np.zeros(len(placed.schedule), dtype=np.int64),
+            original,
+            host_offsets=np.zeros(len(original.schedule), dtype=np.int64),
             host_arena_bytes=0,
             link_bytes_per_s=self.options.link,
             method=self.options.info.name,
