@@ -2,10 +2,13 @@
 
 from typing import Any
 
-from coop_plan.schemas import Graph, Op, Tensor, parse_graph
+from coop_plan.schemas import Graph, Op, Tensor, Variant, parse_graph
 
 FLOPS_PER_US, BYTES_PER_US = 150e6, 1.2e6
 """About what an A100 reaches in bf16."""
+
+HOST_BYTES_PER_US = 100e3
+"""Half of what eight channels of DDR4-3200 have (25.6 GB/s each): one socket of its host."""
 
 
 class Builder:
@@ -100,7 +103,8 @@ def with_adamw(step: Graph, gigabytes_per_s: float) -> Graph:
     """The iteration of a GPT step with AdamW, on a device with a link of this bandwidth.
 
     Weights are in bf16, with masters and both moments in fp32. Each update runs as soon as its
-    gradient is made, which is no output then. All of them are movable residents.
+    gradient is made, which is no output then. All of them are movable residents. An update may run
+    on the host, at the memory bandwidth of that.
     """
     movable = {t.id for t in step.tensors if t.kind == "parameter"}
     tensors = {t.id: t.model_copy({"movable": t.id in movable}) for t in step.tensors}
@@ -121,16 +125,20 @@ def with_adamw(step: Graph, gigabytes_per_s: float) -> Graph:
         for t in states:
             tensors[t] = Tensor(id=t, bytes=2 * size, kind="buffer", movable=True)
         updates, unused = updates + 1, unused + 3
+        inputs, traffic = [gradient, weight, *states], 14 * size
+        host_us = traffic / HOST_BYTES_PER_US
+        on_host = Variant(name="host", engine="host", inputs=inputs, outputs=[], cost_us=host_us)
         ops.append(
             Op(
                 id=len(step.ops) + updates,
                 name="adamw",
                 phase="backward",
-                inputs=[gradient, weight, *states],
+                inputs=inputs,
                 outputs=[],
                 mutates=[weight, *states],
-                cost_us=14 * size / BYTES_PER_US,
+                cost_us=traffic / BYTES_PER_US,
                 recomputable=False,
+                variants=[on_host],
             )
         )
     made = {"tensors": list(tensors.values()), "ops": ops, "device": device}

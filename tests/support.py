@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 
@@ -12,6 +12,7 @@ from coop_plan.schemas import (
     Compute,
     Free,
     Graph,
+    Home,
     Offload,
     Op,
     Plan,
@@ -95,7 +96,7 @@ def outside_outputs(graph: Graph, outputs: str) -> set[int]:
 
 def make_plan(graph: Graph, steps: list, *, outputs="outside", alignment=1, **figures) -> Plan:
     """The plan of these steps with figures measured here; `figures` overrides any field."""
-    measured = measure(graph, steps, outputs)
+    measured = measure(graph, steps, outputs, figures.get("homes", ()))
     document = {
         "schema": "coop-plan/plan/1",
         "graph": fingerprint(graph),
@@ -112,23 +113,31 @@ def make_plan(graph: Graph, steps: list, *, outputs="outside", alignment=1, **fi
     return parse_plan(msgspec.to_builtins(document))
 
 
-def measure(graph: Graph, steps: list, outputs: str) -> dict:
+def measure(graph: Graph, steps: list, outputs: str, homes: Sequence[Home] = ()) -> dict:
     """A plan's figures from its steps, by brute force; any steps at all get some figures."""
     size = {t.id: t.bytes for t in graph.tensors}
     ops = {op.id: op for op in graph.ops}
-    resident = sum(t.bytes for t in graph.tensors if t.resident)
+    at_home = {home.tensor for home in homes}
+    resident = sum(t.bytes for t in graph.tensors if t.resident and t.id not in at_home)
     outside = sum(size[t] for t in outside_outputs(graph, outputs))
     live: dict[int, tuple[int, int]] = {}
     runs: list[int] = []
     ends: dict[int, float] = {}
-    now = up = down = 0.0
+    now = up = down = computed = 0.0
     latency = graph.device.copy_latency_us
-    arena = peak = swapped = host = 0
+    arena = peak = swapped = 0
+    ends_of_homes = (h.host_offset + size[h.tensor] for h in homes if size[h.tensor])
+    host = max(ends_of_homes, default=0)
     stalls = {Offload: 0.0, Prefetch: 0.0}
     kinds: dict[int, type] = {}
     for step in steps:
         ranges: list[tuple[int, int]] = []
-        if isinstance(step, Compute):
+        if isinstance(step, Compute) and on_host(ops.get(step.op), step.variant):
+            away = [ends[read] for read in step.reads if kinds.get(read) is Offload]
+            cost_us = next(v.cost_us for v in ops[step.op].variants if v.name == step.variant)
+            computed = max([now, computed, *away]) + cost_us
+            runs.append(step.op)
+        elif isinstance(step, Compute):
             made = {w.buffer: (w.offset, w.bytes) for w in step.writes if w.offset is not None}
             space = (step.workspace.offset, step.workspace.bytes)
             ranges = [*live.values(), *made.values(), space]
@@ -163,6 +172,7 @@ def measure(graph: Graph, steps: list, outputs: str) -> dict:
             now = max(now, ends[step.buffer])
         arena = max([arena, *(offset + length for offset, length in ranges if length)])
         peak = max(peak, _union(ranges))
+    now = max(now, computed)
     base = sum(op.cost_us for op in graph.ops)
     assert set(size) >= {t for op in graph.ops for t in op.outputs}
     return {
@@ -179,6 +189,11 @@ def measure(graph: Graph, steps: list, outputs: str) -> dict:
         "prefetch_stall_us": stalls[Prefetch],
         "offload_stall_us": stalls[Offload],
     }
+
+
+def on_host(op: Op | None, variant: str | None) -> bool:
+    """True if this variant of an op runs on the host."""
+    return op is not None and any(v.name == variant and v.engine == "host" for v in op.variants)
 
 
 def _union(ranges: list[tuple[int, int]]) -> int:

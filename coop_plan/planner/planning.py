@@ -170,7 +170,7 @@ def _planned_with_homes(
     search = HomeSearch(problem, options, request)
     if found is not None and options.budget.kind == "min":
         return search.smallest(found.peak_bytes) or found
-    if found is not None and found.cost_us <= problem.floor_us:
+    if found is not None and found.cost_us <= problem.floor_us and not problem.host_ops:
         return found
     everything = keep_all_peak(graph, options)
     budget = options.budget.resolve(everything)
@@ -330,13 +330,13 @@ def verified_plan(
 def _valid_bound(solution: Solution, method: MethodInfo) -> Solution:
     """The solution without a bound that choices of the graph invalidate.
 
-    A schedule with variants that the method ignores, or with movable residents on the host, may
-    cost less than its bound.
+    A schedule with variants that the method ignores, or with movable residents or updates on the
+    host, may cost less than its bound.
     """
     problem, cost = solution.placed.problem, solution.placed.cost_us
     ignored = "variants" in method.unused(problem.beyond_recomputation)
     if not problem.home_candidates and (solution.bound_model != "program-order" or not ignored):
         return solution
-    if cost <= problem.floor_us:
+    if cost <= problem.floor_us and not problem.host_ops:
         return replace(solution, status="optimal", lower_bound_us=cost, bound_model="any")
     return replace(solution, status="feasible", lower_bound_us=None, bound_model=None)

@@ -16,10 +16,10 @@ from coop_plan.schemas import Compute, Plan
 def runs_of(problem: Problem, plan: Plan) -> tuple[int, ...] | None:
     """The ops of a plan in order, for methods to start from.
 
-    None if the plan has transfers, if ops have variants, or if it reruns an op that accesses an
-    overwritten tensor: sequences of ops do not say all of such a schedule.
+    None if the plan has transfers or homes, if ops have variants, or if it reruns an op that
+    accesses an overwritten tensor: sequences of ops do not say all of such a schedule.
     """
-    if len(problem.variants) > problem.op_count or plan.swapped_bytes:
+    if len(problem.variants) > problem.op_count or plan.swapped_bytes or plan.homes:
         return None
     position = {op.id: place for place, op in enumerate(problem.graph.ops)}
     runs = tuple(position[step.op] for step in plan.steps if isinstance(step, Compute))

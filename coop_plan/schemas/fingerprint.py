@@ -52,6 +52,7 @@ def fingerprint(graph: Graph) -> str:
                     pairs(v),
                     [*map(numbers, v.inputs)],
                     [*map(numbers, v.outputs)],
+                    *(["host"] if v.engine == "host" else []),
                 ]
                 for v in op.variants
             ],

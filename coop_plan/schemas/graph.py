@@ -87,6 +87,10 @@ class Variant(Model, frozen=True, kw_only=True):
     only variants of other ops read, and omit tensors that only default variants read. A tensor has
     the same size in all variants that produce it; a result of another size is another tensor. Its
     results are bitwise equal to the default variant's unless it is `approximate`.
+
+    A variant on the engine "host" is an update that the host's processor computes: it reads copies
+    and residents on the host, overwrites residents there, and has no outputs and no workspace. The
+    residents that it uses are movable.
     """
 
     name: str
@@ -96,6 +100,7 @@ class Variant(Model, frozen=True, kw_only=True):
     outputs: list[Id]
     inplace: Pairs = []
     approximate: bool = False
+    engine: Literal["device", "host"] = "device"
 
 
 class Op(Model, frozen=True, kw_only=True):
@@ -294,9 +299,26 @@ def _check_variants(graph: Graph, tensors: dict[int, Tensor], producer: dict[int
                         f"{at}/outputs/{index}",
                     )
                 own.add(tensor_id)
+            if variant.engine == "host":
+                _check_host_variant(op, variant, at, tensors)
         for variant in op.variants:
             for tensor_id in variant.outputs:
                 variant_producer.setdefault(tensor_id, position)
+
+
+def _check_host_variant(op: Op, variant: Variant, at: str, tensors: dict[int, Tensor]) -> None:
+    """Check that a variant on the host needs no memory of the device."""
+    name = f"variant '{variant.name}' of op {op.id} is on the host"
+    if op.outputs or variant.outputs:
+        raise InvalidInputError(f"{name}, where an op has no outputs", f"{at}/outputs")
+    if variant.workspace_bytes:
+        raise InvalidInputError(f"{name}: it has no workspace_bytes", f"{at}/workspace_bytes")
+    for index, tensor_id in enumerate(variant.inputs):
+        tensor = tensors[tensor_id]
+        fixed = tensor.resident and not tensor.movable
+        if fixed or (tensor_id in op.mutates and not tensor.resident):
+            message = f"{name} and uses tensor {tensor_id}, which is no movable resident"
+            raise InvalidInputError(message, f"{at}/inputs/{index}")
 
 
 def _reaches(graph: Graph, producer: dict[int, int], start: int, goal: int) -> bool:

@@ -46,7 +46,10 @@ class Workspace(Model, frozen=True):
 
 
 class Compute(Model, frozen=True, kw_only=True, tag_field="do", tag="compute"):
-    """Run a variant of op `op`; `reads` follow its inputs, `writes` its outputs."""
+    """Run a variant of op `op`; `reads` follow its inputs, `writes` its outputs.
+
+    A variant on the host reads host copies of buffers, and the homes of tensors (`Plan.homes`).
+    """
 
     do: ClassVar[str] = "compute"
     op: Id

@@ -5,9 +5,11 @@ import { splitSource } from "./units.js";
 const PHASE = 10;
 const MODULE = 14;
 const LANE = 9;
-const LANES = ["compute", "to host", "from host"];
+const LANES = ["compute", "to host", "from host", "on host"];
 const COMPUTE = 0;
-const WAIT = 3; // index of the engine in planner/inspect/drawing.py
+// Lane by engine, in the order of planner/inspect/buffers.py; a wait stalls compute.
+const WAIT = 3;
+const LANE_OF = [0, 1, 2, 0, 3];
 
 // The same labels, equal ones as one string, which is faster to compare.
 function shared(labels) {
@@ -28,11 +30,13 @@ export class Bands {
     this.modules = Array.from({ length: depth }, (_, i) => shared(modules.map((path) => path.slice(0, i + 1).join("."))));
     this.runs = data.runs ?? [];
     this.copies = (data.engine ?? []).flatMap((engine, m) => (engine === COMPUTE ? [] : [m]));
+    const used = (data.engine ?? []).map((engine) => LANE_OF[engine]);
+    this.lanesUsed = LANES.slice(0, used.includes(3) ? 4 : 3);
     const hasModules = this.runs.length > 0 && this.modules[0].some(Boolean);
     this.heights = [
       this.phases.some((phase) => phase !== this.phases[0]) && this.runs.length ? PHASE : 0,
       hasModules ? MODULE : 0,
-      this.copies.length ? LANE * LANES.length : 0,
+      this.copies.length ? LANE * this.lanesUsed.length : 0,
     ];
     this.height = this.heights.reduce((sum, height) => sum + height, 0);
   }
@@ -94,14 +98,14 @@ export class Bands {
   lanes(pen, paint, y) {
     const { map } = this;
     const { engine, begin_us: began, done_us: done } = map.data;
-    const kinds = [paint.line, paint.kinds[3], paint.kinds[4], paint.alarm];
+    const kinds = [paint.line, paint.kinds[3], paint.kinds[4], paint.alarm, paint.line];
     pen.font = "9px system-ui, sans-serif";
     pen.textAlign = "right";
     pen.fillStyle = paint.soft;
-    LANES.forEach((name, lane) => pen.fillText(name, map.left - 6, y + (lane + 1) * LANE - 1));
+    this.lanesUsed.forEach((name, lane) => pen.fillText(name, map.left - 6, y + (lane + 1) * LANE - 1));
     pen.save();
     pen.beginPath();
-    pen.rect(map.left, y, map.width, LANE * LANES.length);
+    pen.rect(map.left, y, map.width, LANE * this.lanesUsed.length);
     pen.clip();
     pen.fillStyle = kinds[0];
     pen.fillRect(map.left, y + 1, map.width, LANE - 2);
@@ -110,7 +114,7 @@ export class Bands {
       if (stall && done[m] <= began[m]) continue;
       const [from, to] = map.byTime ? [map.xOf(began[m]), map.xOf(done[m])] : [map.x(m), map.x(m + 1)];
       pen.fillStyle = kinds[engine[m]];
-      pen.fillRect(from, y + (stall ? 0 : engine[m]) * LANE + 1, Math.max(1, to - from), LANE - 2);
+      pen.fillRect(from, y + LANE_OF[engine[m]] * LANE + 1, Math.max(1, to - from), LANE - 2);
     }
     pen.restore();
   }

@@ -2,7 +2,7 @@
 
 import { KINDS } from "./palette.js";
 
-const ENGINES = ["compute", "offload", "prefetch", "wait"];
+const ENGINES = ["compute", "offload", "prefetch", "wait", "host"];
 
 export function replay(graph, plan) {
   const opAt = new Map(graph.ops.map((op, i) => [op.id, i]));
@@ -13,7 +13,7 @@ export function replay(graph, plan) {
   const ran = new Set();
   const begin = [];
   const done = [];
-  const engine = []; // by moment: compute, offload, prefetch, wait
+  const engine = []; // by moment: compute, offload, prefetch, wait, host
   const runs = []; // by moment: the op that runs, or that ran last
   const left = []; // by moment: bytes of outputs outside the arena
   let now = 0;
@@ -35,8 +35,11 @@ export function replay(graph, plan) {
       continue;
     }
     begin.push(clock);
-    engine.push(ENGINES.indexOf(step.do));
-    runs.push(step.do === "compute" ? opAt.get(step.op) : (runs.at(-1) ?? -1));
+    const variants = step.do === "compute" && step.variant ? graph.ops[opAt.get(step.op)].variants : [];
+    const onHost = variants.some((v) => v.name === step.variant && v.engine === "host");
+    engine.push(ENGINES.indexOf(onHost ? "host" : step.do));
+    copies ||= onHost;
+    runs.push(step.do === "compute" && !onHost ? opAt.get(step.op) : (runs.at(-1) ?? -1));
     if (step.do === "compute") {
       const at = opAt.get(step.op);
       const op = graph.ops[at];

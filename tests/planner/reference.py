@@ -7,7 +7,10 @@ kept. A plan is good if both hold.
 """
 
 from coop_plan.schemas import Compute, Free, Graph, Offload, Plan, Prefetch, TensorRead, Wait
-from tests.support import outside_outputs
+from tests.support import on_host, outside_outputs
+
+HOME = "home"
+"""In place of the buffer of a copy: it overwrites the home of the buffer's tensor."""
 
 
 def straight(graph: Graph):
@@ -32,13 +35,21 @@ class Machine:
         self.tensors = {t.id: t for t in graph.tensors}
         self.expected, self.results = straight(graph)
         self.memory = [None] * plan.arena_bytes
-        self.outside = {t.id: ("before", t.id) for t in graph.tensors if t.resident}
+        self.homes = {home.tensor: home.host_offset for home in plan.homes}
+        before = {t.id: ("before", t.id) for t in graph.tensors if t.resident}
+        self.at_home = {t: before[t] for t in self.homes}
+        self.outside = {t: value for t, value in before.items() if t not in self.homes}
         overwritten = {t for op in graph.ops for t in op.mutates}
         self.read_outside = overwritten & outside_outputs(graph, plan.outputs)
         self.empty = {}  # what a buffer of no bytes would hold
         self.live, self.used = {}, {}  # buffer -> (tensor, offset, bytes); buffer -> tensor
         self.copying, self.arriving, self.host = {}, {}, {}
         self.slab = [None] * plan.host_arena_bytes
+        for t, value in self.at_home.items():
+            self.write_home(t, value)
+        computes = [step for step in plan.steps if isinstance(step, Compute)]
+        self.ops_on_host = {s.op for s in computes if on_host(self.ops.get(s.op), s.variant)}
+        self.used_homes, self.read_on_host = set(), []
         self.left, self.ran = set(), []
         self.right = self.clean = True
         self.serial = 0
@@ -100,8 +111,8 @@ class Machine:
         self.rule(step.variant in variants)
         variant = variants.get(step.variant, op)
         self.rule(op.recomputable or op.id not in self.ran)
-        once = [o.id for o in self.graph.ops if not o.recomputable]
-        if not op.recomputable:
+        once = [o.id for o in self.graph.ops if not o.recomputable and o.id not in self.ops_on_host]
+        if not op.recomputable and op.id in once:
             self.rule(all(number in self.ran for number in once[: once.index(op.id)]))
         random_before = [o.id for o in self.graph.ops if o.rng]
         if op.rng and op.id not in self.ran:
@@ -112,6 +123,9 @@ class Machine:
         )
         self.rule(step.workspace.bytes == variant.workspace_bytes)
         self.ran.append(op.id)
+        if on_host(op, step.variant):
+            self.compute_on_host(op, variant, step)
+            return
 
         # The kernel scribbles over its scratch and its outputs before it reads its inputs.
         scratch = self.bytes_of(step.workspace.offset, step.workspace.bytes)
@@ -191,6 +205,45 @@ class Machine:
             if write.offset is not None:
                 self.live[write.buffer] = (write.tensor, write.offset, write.bytes)
 
+    def compute_on_host(self, op, variant, step):
+        self.rule(not step.writes)
+        for entry, t in zip(step.reads, variant.inputs, strict=False):
+            if isinstance(entry, TensorRead):
+                self.rule(entry.tensor == t and t in self.homes and not self.in_transfer(t))
+                value = self.read_home(entry.tensor)
+            else:
+                copied = self.host.get(entry) or self.copying.get(entry)
+                self.rule(copied and self.used.get(entry) == t and t not in op.mutates)
+                self.rule(not copied or copied[1][0] is not HOME)
+                value = copied[0] if copied else self.garbage()
+                if copied:
+                    self.read_on_host.append(copied)
+            if value != self.expected[op.id, t]:
+                self.right = False
+        self.used_homes.update(variant.inputs)
+        self.rule(set(op.mutates) <= set(variant.inputs))
+        inputs = tuple(self.expected[op.id, t] for t in op.inputs)
+        for t in self.homes.keys() & set(op.mutates):
+            value = hash(("overwritten", op.id, t, inputs)) if self.right else self.garbage()
+            self.write_home(t, value)
+
+    def in_transfer(self, t):
+        """True if a copy in flight reads or writes the home of a tensor."""
+        read = {copy.tensor for copy, _ in self.arriving.values() if copy.from_ is None}
+        written = {self.used[n] for n, (_, copy) in self.copying.items() if copy[0] is HOME}
+        return t in read | written
+
+    def write_home(self, t, value):
+        self.at_home[t] = value
+        self.write_host((HOME, self.homes[t], self.tensors[t].bytes, None), value)
+
+    def read_home(self, t):
+        if t not in self.homes:
+            return self.garbage()
+        value, offset, size = self.at_home[t], self.homes[t], self.tensors[t].bytes
+        whole = self.slab[offset : offset + size] == [(value, index) for index in range(size)]
+        return value if whole else self.garbage()
+
     def free(self, step):
         for number in step.buffers:
             self.rule(number in self.live)
@@ -210,12 +263,23 @@ class Machine:
             at = step.host_offset
             self.rule(at is not None and at % self.plan.alignment == 0)
             self.rule(not size or (at or 0) + size <= len(self.slab))
-            copy = (number, at or 0, size, self.garbage())
+            t = self.live[number][0]
+            home = t in self.homes and at == self.homes[t]
+            self.rule(not home or not (self.in_transfer(t) or t in self.used_homes))
+            mine = self.bytes_of(at or 0, size)
+            for other, begin in self.homes.items():
+                free = not mine & self.bytes_of(begin, self.tensors[other].bytes)
+                self.rule(free or (home and other == t))
+            copy = (HOME if home else number, at or 0, size, self.garbage())
             self.write_host(copy, copy[3])
             self.copying[number] = (self.load(number, offset, size), copy)
 
     def prefetch(self, step):
-        self.rule(step.from_ in self.host and self.used.get(step.from_) == step.tensor)
+        if step.from_ is None:
+            written = {self.used[n] for n, (_, copy) in self.copying.items() if copy[0] is HOME}
+            self.rule(step.tensor in self.homes and step.tensor not in written | self.used_homes)
+        else:
+            self.rule(step.from_ in self.host and self.used.get(step.from_) == step.tensor)
         self.rule(step.buffer not in self.used)
         self.rule(self.graph.device.h2d_bytes_per_s)
         t = self.tensors.get(step.tensor)
@@ -228,7 +292,10 @@ class Machine:
         self.store(step.buffer, step.offset, step.bytes, self.garbage())
         self.used[step.buffer] = step.tensor
         self.live[step.buffer] = (step.tensor, step.offset, step.bytes)
-        self.arriving[step.buffer] = (step, self.read_host(step.from_))
+        self.arriving[step.buffer] = (step, self.read_source(step))
+
+    def read_source(self, step):
+        return self.read_home(step.tensor) if step.from_ is None else self.read_host(step.from_)
 
     def write_host(self, copy, value):
         _, offset, size, _ = copy
@@ -254,17 +321,23 @@ class Machine:
             _, offset, size, mark = copy
             mine = [(mark, index) for index in range(size)]
             self.rule(self.slab[offset : offset + size] == mine)
-            self.host[number] = (value, copy)
-            self.write_host(copy, value)
+            if copy[0] is HOME:
+                self.write_home(self.used[number], value)
+            else:
+                self.host[number] = (value, copy)
+                self.write_host(copy, value)
         elif number in self.arriving:
             copy, value = self.arriving.pop(number)
-            if self.read_host(copy.from_) != value:
+            if self.read_source(copy) != value:
                 value = self.garbage()
             self.store(number, copy.offset, copy.bytes, value)
         else:
             self.rule(False)
 
     def finish(self):
+        for value, (_, offset, size, _) in self.read_on_host:  # at any time until the end
+            whole = [(value, index) for index in range(size)]
+            self.rule(self.slab[offset : offset + size] == whole)
         self.rule(not self.copying and not self.arriving)
         self.rule(set(self.ran) == set(self.ops))
         outside = outside_outputs(self.graph, self.plan.outputs)
@@ -275,5 +348,7 @@ class Machine:
             if in_arena:
                 got = [self.load(n, *self.live[n][1:]) for n in held]
                 self.right &= self.results[t.id] in got
+            elif t.id in self.homes:
+                self.right &= self.read_home(t.id) == self.results[t.id]
             elif t.kind == "output" or t.resident:
                 self.right &= self.outside.get(t.id) == self.results[t.id]

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
+from coop_plan.planner import InfeasibleBudgetError, plan
 from coop_plan.planner.verifier import find_faults
 from coop_plan.schemas import InvalidInputError, parse_plan
 from tests.planner.reference import Machine
+from tests.planner.test_host_updates import UPDATED
 from tests.strategies import graphs
 from tests.support import make_graph, make_plan, naive_plan, random_plan
 
@@ -54,6 +56,36 @@ def test_tampered_plans_are_accepted_only_if_good(graph, seed, outputs, changes)
     faults = find_faults(graph, tampered)
     event(f"accepted: {not faults}")
     assert (faults == []) == machine.good, faults
+
+
+@settings(max_examples=25, deadline=None)
+@given(UPDATED, OUTPUTS, SEEDS, st.sampled_from(["min", "60%", "80%"]))
+def test_tampered_plans_with_homes_are_accepted_only_if_good(graph, outputs, seed, budget):
+    """The planner's plans with movable residents and updates on the host, changed at random."""
+    random = Random(seed)
+    try:
+        made = plan(graph, budget, outputs=outputs, alignment=1, smallest=True)
+    except InfeasibleBudgetError as error:
+        made = plan(graph, error.min_feasible_bytes, outputs=outputs, alignment=1)
+    assume(made.homes)
+    machine = Machine(graph, made)
+    assert machine.right
+    assert machine.clean
+    assert find_faults(graph, made) == []
+    for _ in range(60):
+        document = made.to_dict()
+        for _ in range(random.choice([1, 1, 2])):
+            random.choice(HOMES)(document["steps"], random)
+        try:
+            steps = parse_plan(document).steps
+        except InvalidInputError:
+            continue
+        tampered = make_plan(graph, steps, outputs=outputs, homes=made.homes)
+        machine = Machine(graph, tampered)
+        faults = find_faults(graph, tampered)
+        kind = "on the host" if any(s.get("variant") == "host" for s in document["steps"]) else ""
+        event(f"accepted: {not faults} {kind}")
+        assert (faults == []) == machine.good, faults
 
 
 def tamper(steps, random):
@@ -180,6 +212,30 @@ def _transfer(steps, random):
         del added[random.randrange(len(added))]
     steps[at:at] = added
 
+
+def _home(steps, random):
+    """A copy to or from another place of the host, or a read there of something else."""
+    step = _pick(steps, random, random.choice(["offload", "prefetch", "compute"]))
+    places = [s["host_offset"] for s in steps if s["do"] == "offload"]
+    buffers = [s["buffer"] for s in steps if s["do"] == "offload"]
+    if step and step["do"] == "offload":
+        step["host_offset"] = random.choice([*places, 0, 4, 8])
+    elif step and step["do"] == "prefetch":
+        step["from"] = random.choice([*buffers, None])
+    elif step and step["reads"]:
+        reads = [read for s in steps for read in s.get("reads", ())]
+        step["reads"][random.randrange(len(step["reads"]))] = random.choice([*reads, *buffers])
+
+
+def _engine(steps, random):
+    """A run on the host moves: the rules of its copies and homes are at stake."""
+    found = [k for k, step in enumerate(steps) if step.get("variant") == "host"]
+    if found:
+        step = steps.pop(random.choice(found))
+        steps.insert(random.randrange(len(steps) + 1), step)
+
+
+HOMES = [_drop, _repeat, _move, _swap, _read, _transfer, _home, _home, _engine, _engine]
 
 TAMPERS = [_drop, _repeat, _move, _swap, _offset, _offset, _read, _read, _number, _unfree]
 TAMPERS += [_write, _workspace, _variant, _op, _add_free, _transfer]

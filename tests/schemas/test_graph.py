@@ -177,6 +177,30 @@ def test_tensors_of_a_variants_own():
     assert parse_graph(document).ops[1].variants[0].inputs == [4, 3]
 
 
+@pytest.mark.parametrize(
+    ("fields", "place", "message"),
+    [
+        ({}, None, ""),
+        ({"outputs": [4]}, "/outputs", "no outputs"),
+        ({"workspace_bytes": 1}, "/workspace_bytes", "no workspace_bytes"),
+        ({"inputs": [3, 9, 7]}, "/inputs/2", "no movable resident"),
+    ],
+)
+def test_a_variant_on_the_host_uses_no_memory_of_the_device(fields, place, message):
+    """It has no outputs and no workspace, and reads copies and movable residents alone."""
+    document = changed("tensors", 0, "movable", True)
+    body = variant("host", inputs=[3, 9], outputs=[], engine="host") | fields
+    update = {"id": 6, "name": "update", "phase": "optimizer", "inputs": [3, 9]}
+    update |= {"outputs": body["outputs"], "cost_us": 1, "mutates": [3], "variants": [body]}
+    document["ops"].append(update)
+    if place is None:
+        assert parse_graph(document).ops[2].variants[0].engine == "host"
+    else:
+        error = refused(document)
+        assert error.pointer == f"/ops/2/variants/0{place}"
+        assert message in error.message
+
+
 @pytest.mark.parametrize("field", ["schema", "tensors", "ops"])
 def test_missing_field(field):
     """A required field that is missing is named where it should be."""

@@ -187,13 +187,18 @@ def budget_lower_bound(problem: Problem, max_searched: int = 10_000) -> int:
 
 
 def _bound_with_homes(problem: Problem, slack: int) -> int:
-    """As `budget_lower_bound`: an op needs the movable residents that it reads, and no others."""
+    """As `budget_lower_bound`: an op needs the movable residents that it reads, and no others.
+
+    One that may run on the host needs none.
+    """
     movable = {t: problem.bytes[t] for t in problem.home_candidates}
     first = working_sets(problem).first
     least = [problem.fixed_bytes] * problem.op_count
     for number, variant in enumerate(problem.variants):
         held = sum(movable.get(t, 0) for t in set(variant.inputs))
         least[variant.op] = min(least[variant.op], held + first[number] - slack)
+    for op in problem.host_ops:
+        least[op] = 0
     fixed = problem.fixed_bytes - sum(movable.values())
     return fixed + max(0, max(least, default=0))
 

@@ -29,8 +29,9 @@ def check_alignment(alignment: int) -> None:
 def plannable_variants(graph: Graph) -> Iterator[tuple[int, Variant]]:
     """The variants that a plan can choose, other than defaults, each with the position of its op.
 
-    Left out are approximate ones, ones that do not read a tensor that their op overwrites, and ones
-    that read a tensor that no default or plannable variant makes.
+    Left out are approximate ones, those on the host (`planner.homes`), ones that do not read a
+    tensor that their op overwrites, and ones that read a tensor that no default or plannable
+    variant makes.
     """
     if not any(op.variants for op in graph.ops):
         return
@@ -39,7 +40,8 @@ def plannable_variants(graph: Graph) -> Iterator[tuple[int, Variant]]:
         made.update(op.outputs)
         for variant in op.variants:
             inputs = set(variant.inputs)
-            if not variant.approximate and inputs.issuperset(op.mutates) and inputs <= made:
+            usable = not variant.approximate and variant.engine == "device"
+            if usable and inputs.issuperset(op.mutates) and inputs <= made:
                 made.update(variant.outputs)
                 yield position, variant
 
@@ -81,12 +83,14 @@ class Homes(NamedTuple):
     `copies` are produced on the host: their first copy is offloaded in no time and has no reader.
     `returned` are (tensor, op): the op reads a copy that was offloaded and prefetched, the latter
     in no time. `versions` are (output, input): the input has no use after the op that makes the
-    output, and is not offloaded, unless it is one of `copies`.
+    output, and is not offloaded, unless it is one of `copies`. `host_us` are (tensor, µs): the time
+    that the host computes once the tensor is offloaded.
     """
 
     copies: tuple[int, ...] = ()
     returned: tuple[Pair, ...] = ()
     versions: tuple[Pair, ...] = ()
+    host_us: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -305,6 +309,17 @@ class Problem:
             t
             for t, ops in enumerate(self.consumers)
             if ops and self.resident[t] and tensors[t].movable and self.bytes[t]
+        ]
+
+    @cached_property
+    def host_ops(self) -> list[int]:
+        """Ops with a variant on the host, which a plan may choose if their residents have homes."""
+        if not self.home_candidates:
+            return []
+        return [
+            position
+            for position, op in enumerate(self.graph.ops)
+            if any(variant.engine == "host" and not variant.approximate for variant in op.variants)
         ]
 
     @cached_property

@@ -184,6 +184,7 @@ class Schedule:
         problem, timeline = self.problem, Timeline(self.problem.device)
         free = {(OFFLOAD, t) for t in problem.homes.copies}
         free |= {(PREFETCH, t) for t, _ in problem.homes.returned}
+        host_us = dict(problem.homes.host_us)
         moved = self.trace.moved.tolist()
         for e, (do, what) in enumerate(zip(self.do.tolist(), self.what.tolist(), strict=True)):
             if do == RUN:
@@ -195,6 +196,8 @@ class Schedule:
             else:
                 copy = timeline.offload if do == OFFLOAD else timeline.prefetch
                 copy(moved[e], problem.bytes[what])
+                if do == OFFLOAD and what in host_us:
+                    timeline.compute_on_host(host_us[what], [moved[e]])
         return timeline
 
     def live_bytes(self, *, exact: bool = False) -> Ints:
@@ -211,8 +214,9 @@ class Schedule:
     def host_copies(self) -> HostCopies:
         """The copies that placement gives addresses in the host slab; those of homes are empty."""
         a, homes = to_arrays(self.problem), self.problem.homes
-        if homes.copies:
-            placed = [*homes.copies, *(t for t, _ in homes.returned)]
+        if homes.copies or homes.returned:
+            sent = dict(homes.host_us)
+            placed = [*homes.copies, *(t for t, _ in homes.returned if t not in sent)]
             exact, rounded = a.bytes.copy(), a.size.copy()
             exact[placed] = rounded[placed] = 0
             a = a._replace(bytes=exact, size=rounded)

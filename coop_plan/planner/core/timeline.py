@@ -1,9 +1,12 @@
-"""Cost model: the timeline of a plan's steps on one compute stream and two copy engines.
+"""Cost model: the timeline of a plan's steps on a compute stream, two copy engines and the host.
 
-Three engines run in plan order: compute, device to host, host to device. Compute reaches a step
-when every earlier compute step has ended, and every copy that an earlier `wait` names. From then on
+Four engines run in plan order: compute, device to host, host to device, the host's processor.
+Compute reaches a step when every earlier compute step has ended, and every copy that an earlier
+`wait` names. From then on
 
 - a compute step runs at once;
+- a compute step on the host runs as soon as the host is free and the copies that it reads have
+  ended; compute does not wait for it;
 - a copy runs as soon as its engine is free, for the latency of the device and its bytes at the
   engine's bandwidth; bandwidth 0 means that the engine does not exist, and a copy never ends;
 - a `wait` stalls compute, and all later steps, until its copy has ended.
@@ -15,11 +18,13 @@ order of the steps, for any durations. On a device, an event is recorded on the 
 the copy's position, and the copy's stream waits for it. An offload is listed right after the run
 that produces its source, to start early; a prefetch after the last step that uses its bytes.
 
-The cost of a plan is its makespan: the end of the last compute step or of the last copy that was
-waited for. Without copies it is the sum of the variants' costs, in any order. Stalls of compute are
-counted by cause: waits for prefetches, and waits for offloads, whose bytes are still in use.
+The cost of a plan is its makespan: the end of the last compute step, on the device or the host, or
+of the last copy that was waited for. Without copies it is the sum of the variants' costs, in any
+order. Stalls of compute are counted by cause: waits for prefetches, and waits for offloads, whose
+bytes are still in use.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import fsum
 
@@ -58,6 +63,8 @@ class Timeline:
     _costs: list[float] = field(default_factory=list)
     now_us: float = 0.0
     """Time at which compute reaches the next step."""
+    host_us: float = 0.0
+    """End of the last compute step on the host."""
     _offloads: dict[int, float] = field(default_factory=dict)
     """End of each offload in flight, by buffer."""
     _prefetches: dict[int, float] = field(default_factory=dict)
@@ -71,6 +78,11 @@ class Timeline:
         """Run a variant of this cost."""
         self._costs.append(cost_us)
         self.now_us += cost_us
+
+    def compute_on_host(self, cost_us: float, buffers: Iterable[int]) -> None:
+        """Run a variant of this cost on the host, which reads the copies of these buffers."""
+        ready = (self._offloads.get(buffer, 0.0) for buffer in buffers)
+        self.host_us = max(self.now_us, self.host_us, *ready) + cost_us
 
     def offload(self, buffer: int, size: int) -> float:
         """Start the copy of a buffer of `size` bytes to the host; returns its end, µs."""
@@ -109,13 +121,18 @@ class Timeline:
     def end_us(self) -> float:
         """The makespan so far."""
         # Without stalls an exact sum: the same runs cost the same in any order.
-        return self.now_us if self.stall_us else fsum(self._costs)
+        return max(self.host_us, self.now_us if self.stall_us else fsum(self._costs))
 
 
 def step_costs(graph: Graph) -> dict[tuple[int, str | None], float]:
     """Cost of a run in µs by (op id, variant name); the default variant has the name None."""
     cost: dict[tuple[int, str | None], float] = {(op.id, None): op.cost_us for op in graph.ops}
     return cost | {(op.id, v.name): v.cost_us for op in graph.ops for v in op.variants}
+
+
+def host_runs(graph: Graph) -> set[tuple[int, str | None]]:
+    """The (op id, variant name) of the runs on the host."""
+    return {(op.id, v.name) for op in graph.ops for v in op.variants if v.engine == "host"}
 
 
 def plan_timeline(graph: Graph, plan: Plan) -> Timeline:
@@ -126,10 +143,13 @@ def plan_timeline(graph: Graph, plan: Plan) -> Timeline:
         KeyError: a step names an unknown op, variant or buffer.
     """
     timeline = Timeline(graph.device.with_link(plan.link_bytes_per_s))
-    cost = step_costs(graph)
+    cost, on_host = step_costs(graph), host_runs(graph)
     size: dict[int, int] = {}
     for step in plan.steps:
         match step:
+            case Compute() if (step.op, step.variant) in on_host:
+                buffers = (read for read in step.reads if isinstance(read, int))
+                timeline.compute_on_host(cost[step.op, step.variant], buffers)
             case Compute():
                 timeline.compute(cost[step.op, step.variant])
                 size |= {write.buffer: write.bytes for write in step.writes}

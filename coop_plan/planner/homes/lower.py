@@ -4,9 +4,12 @@ A resident with a home becomes an activation. An artificial op at the start prod
 host: its first copy is offloaded in no time, so each op reads a prefetched copy. If an op
 overwrites the resident, an artificial op at the end reads the last version from the host, after
 that version was offloaded. Versions are tensors of their own (`planner.core.ssa`), at one address.
+
+An update on the host is no op of such a problem. An artificial op at the end reads its gradient
+from the host, and the host computes from the end of the gradient's offload on.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -15,6 +18,7 @@ import numpy as np
 from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.problem import Homes, Problem
 from coop_plan.planner.core.ssa import SsaForm
+from coop_plan.planner.homes.updates import HostUpdate
 from coop_plan.schemas import Op
 
 
@@ -22,24 +26,34 @@ from coop_plan.schemas import Op
 class Lowered:
     """A graph whose `homes` (tensor ids) are activations, and its problem in SSA form.
 
-    `begins` and `ends` are the ids of the artificial ops; `begins` come first in the graph, `ends`
-    last. `form.problem` is to be planned.
+    `updates` run on the host, in any order. `begins` and `ends` are the ids of the artificial ops;
+    `begins` come first in the graph, `ends` last. `form.problem` is to be planned.
     """
 
     homes: frozenset[int]
+    updates: Sequence[HostUpdate]
     begins: tuple[int, ...]
     ends: tuple[int, ...]
     form: SsaForm
 
 
-def lowered(problem: Problem, homes: Collection[int]) -> Lowered:
-    """The problem with homes for these residents (tensor ids), in the default variants."""
-    graph = problem.graph
+def lowered(
+    problem: Problem, homes: Collection[int], updates: Sequence[HostUpdate] = ()
+) -> Lowered:
+    """The problem with homes for these residents (tensor ids), in the default variants.
+
+    `updates` are those on the host; `homes` has their residents.
+    """
+    graph, ops = problem.graph, ops_on_device(problem, updates)
     unused = count(1 + max(op.id for op in graph.ops))
-    mutated = {t for op in graph.ops for t in op.mutates}
-    at_home = [tensor.id for tensor in graph.tensors if tensor.id in homes]
+    read = {t for op in ops for t in op.inputs}
+    mutated = {t for op in ops for t in op.mutates}
+    host_us: dict[int, float] = {}
+    for update in updates:
+        host_us[update.gradient] = host_us.get(update.gradient, 0.0) + update.cost_us
+    at_home = [tensor.id for tensor in graph.tensors if tensor.id in homes and tensor.id in read]
     begins = [_artificial(next(unused), "forward", (), (t,)) for t in at_home]
-    last = [t for t in at_home if t in mutated]
+    last = [*(t for t in at_home if t in mutated), *host_us]
     ends = [_artificial(next(unused), "optimizer", (t,), ()) for t in last]
     made = graph.model_copy(
         {
@@ -47,7 +61,7 @@ def lowered(problem: Problem, homes: Collection[int]) -> Lowered:
                 tensor.model_copy({"kind": "activation"}) if tensor.id in homes else tensor
                 for tensor in graph.tensors
             ],
-            "ops": [*begins, *(_default(op, homes) for op in graph.ops), *ends],
+            "ops": [*begins, *(_default(op, homes) for op in ops), *ends],
         }
     )
     host = problem.host_budget
@@ -63,14 +77,22 @@ def lowered(problem: Problem, homes: Collection[int]) -> Lowered:
         copies=tuple(index[t] for t in at_home),
         returned=tuple((versioned.op_inputs[op][0], op) for op in last_ops),
         versions=tuple(pair for pairs in form.overwrites for pair in pairs),
+        host_us=tuple((index[t], cost_us) for t, cost_us in host_us.items()),
     )
     form = replace(form, problem=replace(versioned, homes=found))
-    return Lowered(
-        frozenset(homes), tuple(op.id for op in begins), tuple(op.id for op in ends), form
-    )
+    artificial = tuple(op.id for op in begins), tuple(op.id for op in ends)
+    return Lowered(frozenset(homes), updates, *artificial, form)
 
 
-def streamed(problem: Problem, homes: Collection[int]) -> Problem:
+def ops_on_device(problem: Problem, updates: Iterable[HostUpdate]) -> list[Op]:
+    """The ops in program order, without those of updates on the host."""
+    on_host = {update.op for update in updates}
+    return [op for op in problem.graph.ops if op.id not in on_host]
+
+
+def streamed(
+    problem: Problem, homes: Collection[int], updates: Sequence[HostUpdate] = ()
+) -> Problem:
     """The problem in which an op holds the homes that it uses as workspace, without transfers.
 
     A schedule of it is one of `lowered` that prefetches each home before each op that reads it.
@@ -78,7 +100,7 @@ def streamed(problem: Problem, homes: Collection[int]) -> Problem:
     graph, unit = problem.graph, problem.rounded
     size = {tensor.id: unit(tensor.bytes) for tensor in graph.tensors if tensor.id in homes}
     ops = []
-    for op in graph.ops:
+    for op in ops_on_device(problem, updates):
         held = sum(size.get(t, 0) for t in dict.fromkeys(op.inputs))
         ops.append(
             _default(op, homes).model_copy({"workspace_bytes": unit(op.workspace_bytes) + held})
@@ -88,17 +110,27 @@ def streamed(problem: Problem, homes: Collection[int]) -> Problem:
     return Problem.with_places(made, problem.alignment, problem.outputs, 0, problem.outside)
 
 
-def sequence_of(low: Lowered, ops: Iterable[int]) -> Ints:
+def updated_on_host(problem: Problem, updates: Iterable[HostUpdate]) -> set[int]:
+    """The residents (tensor ids) of updates on the host that the device reads: parameters."""
+    read = {t for op in ops_on_device(problem, updates) for t in op.inputs}
+    return read.intersection(t for update in updates for t in update.residents)
+
+
+def sequence_of(low: Lowered, ops: Iterable[int], once: Collection[int] = ()) -> Ints:
     """Codes of the joint search (`planner.search.makespan.sequence`) for runs of `streamed`.
 
-    A prefetch marker precedes each op that reads a home, for each of them.
+    A prefetch marker precedes each op that reads a home, for each of them; only the first op that
+    reads one of `once` (tensor ids).
     """
     problem, begins = low.form.problem, len(low.begins)
     copies, codes = set(problem.homes.copies), list(range(begins))
+    single = {t for t in copies if problem.graph.tensors[t].id in once}
     marker = problem.op_count + 1
     for op in ops:
-        codes += [marker + t for t in dict.fromkeys(problem.op_inputs[begins + op]) if t in copies]
+        fetched = [t for t in dict.fromkeys(problem.op_inputs[begins + op]) if t in copies]
+        codes += [marker + t for t in fetched]
         codes.append(begins + op)
+        copies.difference_update(single.intersection(fetched))
     for t, end in problem.homes.returned:
         codes += [marker + t, end]
     return np.array(codes, dtype=np.int64)

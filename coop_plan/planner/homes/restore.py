@@ -1,6 +1,7 @@
 """Conversion of a plan of a lowered graph (`planner.homes.lower`) to one of the graph itself."""
 
 from collections.abc import Iterable
+from math import fsum
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from coop_plan.schemas import (
     Plan,
     Prefetch,
     Step,
+    TensorRead,
     Wait,
     fingerprint,
 )
@@ -26,9 +28,9 @@ def restored(graph: Graph, low: Lowered, plan: Plan) -> Plan:
     """The plan of `graph` with homes for the residents that are activations in `low`.
 
     `plan` is one of the lowered graph. The artificial ops and their transfers are left out; copies
-    on the host get new offsets, beside the homes.
+    on the host get new offsets, beside the homes, and updates on the host are inserted.
     """
-    steps = _without_artificial_ops(low, plan.steps)
+    steps = _with_host_updates(low, _without_artificial_ops(low, plan.steps))
     size = {tensor.id: tensor.bytes for tensor in graph.tensors}
     steps, homes, slab = _with_host_offsets(low, steps, size, plan.alignment)
     made = plan.model_copy({"graph": fingerprint(graph), "homes": homes, "steps": steps})
@@ -37,7 +39,7 @@ def restored(graph: Graph, low: Lowered, plan: Plan) -> Plan:
     outside = plan.peak_bytes - plan.resident_bytes - plan.arena_bytes
     arena = max((r.offset + r.bytes for r in view.rectangles if r.bytes), default=0)
     copies = (moment for moment in view.moments if moment.engine in ("offload", "prefetch"))
-    cost = timeline.end_us
+    cost, base = timeline.end_us, fsum(op.cost_us for op in graph.ops)
     return made.model_copy(
         {
             "resident_bytes": resident,
@@ -46,8 +48,9 @@ def restored(graph: Graph, low: Lowered, plan: Plan) -> Plan:
             "peak_bytes": resident + arena + outside,
             "fragmentation": 1 - max(view.live) / arena if arena else 0.0,
             "swapped_bytes": sum(copy.bytes for copy in copies),
+            "base_cost_us": base,
             "cost_us": cost,
-            "overhead": cost / made.base_cost_us - 1 if made.base_cost_us else 0.0,
+            "overhead": cost / base - 1 if base else 0.0,
             "prefetch_stall_us": timeline.prefetch_stall_us,
             "offload_stall_us": timeline.offload_stall_us,
         }
@@ -89,13 +92,51 @@ def _without_artificial_ops(low: Lowered, steps: Iterable[Step]) -> list[Step]:
     return kept
 
 
+def _with_host_updates(low: Lowered, steps: list[Step]) -> list[Step]:
+    """The steps with each update on the host as early as its gradient and its homes allow.
+
+    That is after the offload of its gradient begins, and after the last prefetch from a home that
+    it overwrites has ended.
+    """
+    tensor: dict[int, int] = {}
+    sent: dict[int, tuple[int, int]] = {}  # by gradient the step of its offload, and its buffer
+    fetched: dict[int, int] = {}  # by home the last wait on a prefetch from it
+    from_home: set[int] = set()
+    for number, step in enumerate(steps):
+        match step:
+            case Compute():
+                tensor |= {write.buffer: write.tensor for write in step.writes}
+            case Prefetch():
+                tensor[step.buffer] = step.tensor
+                if step.from_ is None:
+                    from_home.add(step.buffer)
+            case Offload():
+                sent[tensor[step.buffer]] = number, step.buffer
+            case Wait() if step.buffer in from_home:
+                fetched[tensor[step.buffer]] = number
+            case _:
+                pass
+    after: dict[int, list[tuple[int, Step]]] = {}
+    for update in low.updates:
+        at, buffer = sent[update.gradient]
+        last = max([at, *(fetched[t] for t in update.overwritten if t in fetched)])
+        reads = [buffer if t == update.gradient else TensorRead(tensor=t) for t in update.inputs]
+        run = Compute(op=update.op, variant=update.variant, reads=reads, writes=[])
+        after.setdefault(last, []).append((at, run))
+    return [
+        each
+        for number, step in enumerate(steps)
+        for each in (step, *(run for _, run in sorted(after.get(number, ()), key=lambda x: x[0])))
+    ]
+
+
 def _with_host_offsets(
     low: Lowered, steps: list[Step], size: dict[int, int], alignment: int
 ) -> tuple[list[Step], list[Home], int]:
     """The steps with offsets of all copies on the host, the homes, and the bytes of the slab."""
     homes = sorted(low.homes)
     lower, upper, bytes_ = [0] * len(homes), [len(steps)] * len(homes), [size[t] for t in homes]
-    row = {tensor: k for k, tensor in enumerate(homes)}
+    row, on_host = {tensor: k for k, tensor in enumerate(homes)}, {u.op for u in low.updates}
     row_of_step: dict[int, int] = {}
     tensor: dict[int, int] = {}
     copy: dict[int, int] = {}  # per buffer its last copy
@@ -104,6 +145,9 @@ def _with_host_offsets(
         match step:
             case Compute():
                 tensor |= {write.buffer: write.tensor for write in step.writes}
+                for read in step.reads if step.op in on_host else ():
+                    if isinstance(read, int):
+                        upper[copy[read]] = len(steps)
             case Prefetch():
                 tensor[step.buffer] = step.tensor
                 pending[step.buffer] = row[step.tensor] if step.from_ is None else copy[step.from_]

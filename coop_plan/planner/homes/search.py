@@ -1,13 +1,16 @@
-"""Search for plans with movable residents on the host, by shares of their bytes.
+"""Search for plans with movable residents and updates on the host, by shares of both.
 
-For each share a plan without transfers is made in which each op holds the homes that it uses as
-workspace. The joint search of recomputes and transfers (`planner.search.makespan`) starts from it,
-with a prefetch before each use: it removes prefetches while memory suffices, and moves activations
-in the same timeline. The homes of a share are those with the fewest uses, spread over the step.
+For each pair of shares a plan without transfers is made in which each op holds the homes that it
+uses as workspace. The joint search of recomputes and transfers (`planner.search.makespan`) starts
+from it, with a prefetch before each use: it removes prefetches while memory suffices, and moves
+activations in the same timeline. Updates on the host are spread over the step; what they use has
+homes. The other homes are those with the fewest uses, spread over the step.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,8 +19,10 @@ from coop_plan.planner.core.build_plan import assemble
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.memory_bounds import budget_lower_bound
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.homes.lower import Lowered, lowered, sequence_of, streamed
+from coop_plan.planner.core.schedule import PlacedSchedule
+from coop_plan.planner.homes.lower import Lowered, lowered, sequence_of, streamed, updated_on_host
 from coop_plan.planner.homes.restore import restored
+from coop_plan.planner.homes.updates import HostUpdate, host_updates
 from coop_plan.planner.keep_all import lay_out_everything
 from coop_plan.planner.method import Request
 from coop_plan.planner.options import PlanOptions
@@ -28,11 +33,20 @@ from coop_plan.planner.smallest_budget import Task
 from coop_plan.planner.verifier import verify
 from coop_plan.schemas import Plan
 
-SHARES = (1.0, 0.5, 0.25, 0.75)
-"""Shares of the bytes of all movable residents that get homes, in the order of their searches."""
+T = TypeVar("T")
 
-REFINEMENTS = (-0.125, 0.125)
+SHARES = ((0.0, 1.0), (0.0, 0.5), (0.0, 0.25), (0.0, 0.75))
+"""Shares in the order of their searches: of the updates on the host among those that may run there,
+and of the bytes that get homes among the other movable residents."""
+
+REFINEMENTS = ((0.0, -0.125), (0.0, 0.125))
 """Differences from the best of these shares that are searched afterwards."""
+
+HOST_SHARES = ((1.0, 0.0), (1.0, 1.0), (0.5, 0.0), (0.5, 0.5), (0.5, 1.0))
+"""Shares that are searched next if there are updates that may run on the host."""
+
+HOST_REFINEMENTS = ((-0.25, 0.0), (0.25, 0.0), (0.0, -0.25), (0.0, 0.25))
+"""Differences from the best of all these shares that are searched last."""
 
 
 class HomeSearch:
@@ -44,11 +58,12 @@ class HomeSearch:
     def __init__(self, problem: Problem, options: PlanOptions, request: Request) -> None:
         self.problem, self.options, self.request = problem, options, request
         self.order = _by_uses(problem)
-        size = {tensor.id: tensor.bytes for tensor in problem.graph.tensors}
-        self._ends = np.cumsum([size[t] for t in self.order])
+        self._size = {tensor.id: tensor.bytes for tensor in problem.graph.tensors}
         if problem.host_budget is not None:
-            self._ends = self._ends[self._ends <= problem.host_budget]
-            self.order = self.order[: self._ends.size]
+            ends = np.cumsum([self._size[t] for t in self.order])
+            self.order = self.order[: np.count_nonzero(ends <= problem.host_budget)]
+        found = host_updates(problem)
+        self.updates = _spread([u for u in found if {*u.residents} <= {*self.order}])
         self.began = time.monotonic()
 
     def cheapest(self, budget: int, limit_us: float) -> Plan | None:
@@ -57,95 +72,143 @@ class HomeSearch:
         The limit is in µs.
         """
         best: Plan | None = None
-        best_share, left = 0.0, len(SHARES) + len(REFINEMENTS)
-        searched: set[int] = set()
-        for refined in (False, True):
-            centre = best_share
-            if not self.order or (refined and best is None):
-                break
-            for share in (centre + step for step in REFINEMENTS) if refined else SHARES:
-                count = self._count(share)
+        rounds = [(SHARES, False), (REFINEMENTS, True)]
+        rounds += [(HOST_SHARES, False), (HOST_REFINEMENTS, True)] if self.updates else []
+        best_shares, left = (0.0, 0.0), sum(len(shares) for shares, _ in rounds)
+        searched: set[tuple[int, int]] = set()
+        for shares, refined in rounds:
+            centre = best_shares if refined else (0.0, 0.0)
+            for on_host, home in shares if best is not None or not refined else ():
+                each = centre[0] + on_host, centre[1] + home
+                updates, homes = self._chosen(*each)
                 left -= 1
-                if count in searched or self.request.out_of_time():
+                counts = len(updates), len(homes)
+                if not homes or counts in searched or self.request.out_of_time():
                     continue
-                searched.add(count)
+                searched.add(counts)
                 request = self.request.part(1 / (left + 1))
-                found = self._plan(self.order[:count], budget, limit_us, request)
+                found = self._plan(homes, updates, budget, limit_us, request)
                 if found is not None:
-                    best, best_share, limit_us = found, share, found.cost_us
+                    best, best_shares, limit_us = found, each, found.cost_us
         return best
 
     def smallest(self, budget: int) -> Plan | None:
         """The plan of least memory that is found, below a budget (bytes) that is known to be met.
 
-        All movable residents for which the host has room have homes.
+        All movable residents for which the host has room have homes, and all updates that may run
+        on the host do if that needs less memory.
         """
+        best: Plan | None = None
+        for updates in ([], self.updates) if self.updates else ([],):
+            found = self._smallest(updates, budget)
+            if found is not None:
+                best, budget = found, found.peak_bytes
+        return best
+
+    def _smallest(self, updates: list[HostUpdate], budget: int) -> Plan | None:
+        """As `smallest`, with these updates on the host."""
         if not self.order:
             return None
-        task = self._streaming_task(self.order, self.request.part(0.5))
+        task = self._streaming_task(self.order, updates, self.request.part(0.5))
         try:
             arena = task.smallest(lay_out_everything(task.problem).placed).arena_bytes
         except TimeLimitError:
             return None
         least = task.problem.fixed_bytes + arena
         while least < budget and not self.request.out_of_time():
-            found = self._plan(self.order, least, np.inf, self.request)
+            found = self._plan(self.order, updates, least, np.inf, self.request)
             if found is not None:
                 bound = budget_lower_bound(self.problem)
                 return found.model_copy({"budget_lower_bound_bytes": bound})
             least += max(1, least // 64)
         return None
 
-    def _count(self, share: float) -> int:
-        """Number of residents, in `order`, with this share of their bytes; at least one."""
-        reached = int(np.searchsorted(self._ends, share * self._ends[-1])) + 1
-        return min(max(1, reached), len(self.order))
+    def _chosen(self, on_host: float, home: float) -> tuple[list[HostUpdate], list[int]]:
+        """The updates on the host and the homes (tensor ids) of a pair of shares.
+
+        At least one resident has a home, if one may have.
+        """
+        updates = self.updates[: max(0, round(on_host * len(self.updates)))]
+        used = dict.fromkeys(t for update in updates for t in update.residents)
+        rest = [t for t in self.order if t not in used]
+        ends = np.cumsum([self._size[t] for t in rest])
+        count = 0
+        if rest and (home > 0 or not used):
+            count = int(np.searchsorted(ends, home * ends[-1])) + 1
+        return updates, [*used, *rest[:count]]
 
     def _plan(
-        self, homes: list[int], budget: int, limit_us: float, request: Request
+        self,
+        homes: list[int],
+        updates: list[HostUpdate],
+        budget: int,
+        limit_us: float,
+        request: Request,
     ) -> Plan | None:
-        """A plan with these homes within a budget (bytes), cheaper than a limit (µs)."""
-        start = self._streaming(homes, budget, request)
+        """A plan with these homes and updates on the host within a budget (bytes).
+
+        It is cheaper than a limit (µs).
+        """
+        start = self._streaming(homes, updates, budget, request)
         if start is None:
             return None
-        low = lowered(self.problem, homes)
+        low = lowered(self.problem, homes, updates)
         problem = low.form.problem
         request = replace(request, arena_bytes=budget - problem.fixed_bytes)
-        starts = [sequence_of(low, ops) for ops in (start, np.arange(self.problem.op_count))]
+        program = np.arange(self.problem.op_count - len(updates))
+        starts = [sequence_of(low, ops) for ops in (start, program)]
         search = MakespanSearch(problem, request, starts, limit_us)
+        for sequence in (starts[0], *self._as_zero_offload(low, budget, request)):
+            search.consider(sequence)
         search.run(request.deadline, lambda: False)
         if search.placed is None:
             return None
-        found = self._assembled(low, search, budget)
+        found = self.assembled(low, search.placed, budget)
         host = self.problem.host_budget
         if host is not None and found.host_arena_bytes > host:
             return None
         verify(self.problem.graph, found)
         return found if found.cost_us < limit_us else None
 
-    def _streaming(self, homes: list[int], budget: int, request: Request) -> Ints | None:
+    def _as_zero_offload(self, low: Lowered, budget: int, request: Request) -> list[Ints]:
+        """The sequence in which parameters that the host updates are fetched once, if one fits.
+
+        Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, USENIX ATC 2021, keep
+        them on the device.
+        """
+        once = updated_on_host(self.problem, low.updates)
+        if not once:
+            return []
+        kept = self._streaming([*(low.homes - once)], low.updates, budget, request)
+        return [] if kept is None else [sequence_of(low, kept, once)]
+
+    def _streaming(
+        self, homes: list[int], updates: Sequence[HostUpdate], budget: int, request: Request
+    ) -> Ints | None:
         """Ops in the order of a plan that prefetches each home before each use; None if none fits.
 
         Without transfers of activations.
         """
-        task = self._streaming_task(homes, request.part(0.4))
+        task = self._streaming_task(homes, updates, request.part(0.4))
         try:
             found = task.within(budget - task.problem.fixed_bytes).placed
         except (DoesNotFitError, TimeLimitError):
             return None
         return to_sequence(found.schedule)
 
-    def _streaming_task(self, homes: list[int], request: Request) -> Task:
+    def _streaming_task(
+        self, homes: list[int], updates: Sequence[HostUpdate], request: Request
+    ) -> Task:
         """The planning task in which ops hold these homes as workspace (`streamed`)."""
-        alone = streamed(self.problem, homes)
+        alone = streamed(self.problem, homes, updates)
         return Task(alone, METHODS["coop-offline"], replace(request, progress=None))
 
-    def _assembled(self, low: Lowered, search: MakespanSearch, budget: int) -> Plan:
-        assert search.placed is not None
-        placed = low.form.placed_to_original(search.placed)
+    def assembled(self, low: Lowered, placed: PlacedSchedule, budget: int) -> Plan:
+        """The plan of a schedule of `low` within a budget (bytes), to be verified."""
+        original = low.form.placed_to_original(placed)
         made = assemble(
-            placed,
-            host_offsets=np.zeros(len(placed.schedule), dtype=np.int64),
+            original,
+            host_offsets=np.zeros(len(original.schedule), dtype=np.int64),
             host_arena_bytes=0,
             link_bytes_per_s=self.options.link,
             method=self.options.info.name,
@@ -178,8 +241,12 @@ def _by_uses(problem: Problem) -> list[int]:
         classes.setdefault(len(uses[t]), []).append(t)
     order: list[int] = []
     for count in sorted(classes):
-        tensors = classes[count]
-        bits = max(1, (len(tensors) - 1).bit_length())
-        reverse = [int(f"{k:0{bits}b}"[::-1], 2) for k in range(1 << bits)]
-        order += [tensors[k] for k in reverse if k < len(tensors)]
+        order += _spread(classes[count])
     return order
+
+
+def _spread(items: Sequence[T]) -> list[T]:
+    """The items in bit-reversed order: those of each share are spread over the sequence."""
+    bits = max(1, (len(items) - 1).bit_length())
+    reverse = (int(f"{k:0{bits}b}"[::-1], 2) for k in range(1 << bits))
+    return [items[k] for k in reverse if k < len(items)]

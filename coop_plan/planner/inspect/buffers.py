@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from coop_plan.planner.core.timeline import Timeline, step_costs
+from coop_plan.planner.core.timeline import Timeline, host_runs, step_costs
 from coop_plan.schemas import Compute, Free, Graph, Offload, Plan, Prefetch, Wait
 
 Kind = Literal["kept", "evicted", "recomputed", "offloaded", "prefetched", "workspace", "output"]
@@ -21,7 +21,7 @@ of reruns are recomputed. The source of a transfer is offloaded, its target pref
 the workspace of a run, and the last buffer of an output of the step.
 """
 
-Engine = Literal["compute", "offload", "prefetch", "wait"]
+Engine = Literal["compute", "offload", "prefetch", "wait", "host"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 
 
@@ -115,7 +115,7 @@ def replay_plan(graph: Graph, plan: Plan) -> PlanView:
             resident[fixed.kind] += fixed.bytes
     view, live = PlanView(dict(resident), plan.arena_bytes), dict[int, Rectangle]()
     line = Timeline(graph.device.with_link(plan.link_bytes_per_s))
-    cost = step_costs(graph)
+    cost, on_host = step_costs(graph), host_runs(graph)
     ran: set[int] = set()
     # At the moment of an in-place write by a smaller output, the bytes that it does not cover.
     uncovered: Counter[int] = Counter()
@@ -128,6 +128,11 @@ def replay_plan(graph: Graph, plan: Plan) -> PlanView:
                 for buffer in step.buffers:
                     live.pop(buffer).end = now
                 continue
+            case Compute() if (step.op, step.variant) in on_host:
+                duration_us = cost[step.op, step.variant]
+                line.compute_on_host(duration_us, (b for b in step.reads if isinstance(b, int)))
+                begin_us = line.host_us - duration_us
+                view.moments.append(Moment("host", op_at[step.op], begin_us, line.host_us))
             case Compute():
                 op = op_at[step.op]
                 rerun = op in ran

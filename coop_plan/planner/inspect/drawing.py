@@ -24,7 +24,7 @@ def drawing(graph: Graph, plan: Plan, title: str = "") -> dict[str, Any]:
 
 
 def _map(graph: Graph, plan: Plan, view: PlanView) -> dict[str, Any]:
-    runs = [moment for moment in view.moments if moment.engine == "compute"]
+    runs = [moment for moment in view.moments if moment.engine in ("compute", "host")]
     return {
         "offset": [rectangle.offset for rectangle in view.rectangles],
         "size": [rectangle.bytes for rectangle in view.rectangles],
@@ -51,7 +51,7 @@ def _map(graph: Graph, plan: Plan, view: PlanView) -> dict[str, Any]:
 def _latest_runs(view: PlanView) -> list[int]:
     runs: list[int] = []
     for moment in view.moments:
-        runs.append(moment.op if moment.op >= 0 or not runs else runs[-1])
+        runs.append(moment.op if moment.engine == "compute" or not runs else runs[-1])
     return runs
 
 

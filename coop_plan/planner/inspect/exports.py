@@ -12,8 +12,8 @@ from coop_plan.planner.inspect.buffers import Moment, PlanView, Rectangle, repla
 from coop_plan.planner.inspect.explain import split_source, tensor_name
 from coop_plan.schemas import Graph, Plan
 
-TRACKS = {"compute": 1, "offload": 2, "prefetch": 3, "wait": 1}
-NAMES = {1: "compute", 2: "device to host", 3: "host to device"}
+TRACKS = {"compute": 1, "offload": 2, "prefetch": 3, "wait": 1, "host": 4}
+NAMES = {1: "compute", 2: "device to host", 3: "host to device", 4: "host"}
 
 
 def trace(graph: Graph, plan: Plan) -> bytes:
@@ -56,7 +56,7 @@ def trace(graph: Graph, plan: Plan) -> bytes:
 
 
 def _event(graph: Graph, moment: Moment) -> tuple[str, dict[str, Any]]:
-    if moment.engine == "compute":
+    if moment.engine in ("compute", "host"):
         op = graph.ops[moment.op]
         return op.name, {"op": op.id, "source": op.source, "again": moment.rerun}
     tensor = tensor_name(graph, moment.tensor)

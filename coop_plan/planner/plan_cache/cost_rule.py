@@ -12,7 +12,7 @@ from math import fsum, inf, log2
 
 import numpy as np
 
-from coop_plan.schemas import Graph
+from coop_plan.schemas import Graph, Op
 
 TOLERANCE = 0.01
 """Share by which a plan made for other costs may exceed its carried bound."""
@@ -51,8 +51,19 @@ def cost_class(costs: Sequence[float]) -> str:
 
 
 def least_cost(graph: Graph) -> float:
-    """Lower bound on the cost of every schedule: each op runs once, by its cheapest variant."""
-    return fsum(min([op.cost_us, *(v.cost_us for v in op.variants)]) for op in graph.ops)
+    """Lower bound on the cost of every schedule: each op runs once, by its cheapest variant.
+
+    An op that may run on the host counts nothing, as the device may run others meanwhile.
+    """
+    return fsum(
+        min([op.cost_us, *(v.cost_us for v in op.variants)])
+        for op in graph.ops
+        if not _may_run_on_host(op)
+    )
+
+
+def _may_run_on_host(op: Op) -> bool:
+    return any(variant.engine == "host" for variant in op.variants)
 
 
 def carried_bound(
@@ -68,7 +79,7 @@ def carried_bound(
     other = np.array(theirs[DEVICE_COSTS:])
     starts = np.cumsum([0, *(1 + len(op.variants) for op in graph.ops)])[:-1]
     known = other > 0
-    if not len(starts) or not known.any():
+    if not len(starts) or not known.any() or any(map(_may_run_on_host, graph.ops)):
         return least
 
     # A run costs at least ratio * c' - shortfall. The best ratio weighs what all recomputes keep

@@ -1,10 +1,10 @@
 """The verifier's model of the host slab, which holds the copies of offloaded buffers."""
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from heapq import heappop, heappush
 
-from coop_plan.schemas import Offload, Plan, Prefetch, Step, Wait
+from coop_plan.schemas import Compute, Offload, Plan, Prefetch, Step, Wait
 
 FOR_EVER = -1
 """Number of a copy that is live from the first step to the last."""
@@ -13,15 +13,16 @@ FOR_EVER = -1
 class HostSlab:
     """Live copies by address.
 
-    A copy is live from its offload to the last wait on it or on a prefetch from it, so its end
-    follows from the order of the steps and is computed before the replay.
+    A copy is live from its offload to the last wait on it or on a prefetch from it, and to the end
+    of the step if a run on the host reads it. So its end follows from the order of the steps and is
+    computed before the replay. `on_host` are the (op, variant) of such runs.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, on_host: Collection[tuple[int, str | None]]) -> None:
         self.plan = plan
         self.arena_bytes = 0
         """The highest end of a copy so far."""
-        self._last_step = _last_steps(plan.steps)
+        self._last_step = _last_steps(plan.steps, on_host)
         self._starts: list[int] = []
         """Start addresses of the live copies, ascending."""
         self._copies: list[tuple[int, int]] = []
@@ -62,20 +63,25 @@ class HostSlab:
             heappush(self._ending, (self._last_step[number], offset))
 
 
-def _last_steps(steps: list[Step]) -> dict[int, int]:
+def _last_steps(steps: list[Step], on_host: Collection[tuple[int, str | None]]) -> dict[int, int]:
     """Per offload step the last step at which its copy on the host is live."""
     offload: dict[int, int] = {}  # per buffer its last offload step
     pending: dict[int, int] = {}  # per buffer the offload step of the copy that its transfer uses
     last: dict[int, int] = {}
     for number, step in enumerate(steps):
         match step:
+            case Compute() if (step.op, step.variant) in on_host:
+                for read in step.reads:
+                    if isinstance(read, int) and read in offload:
+                        last[offload[read]] = len(steps)
             case Offload():
                 offload[step.buffer] = pending[step.buffer] = last[number] = number
             case Prefetch():
                 if step.from_ in offload:
                     pending[step.buffer] = offload[step.from_]
-                    last[offload[step.from_]] = number
+                    last[offload[step.from_]] = max(last[offload[step.from_]], number)
             case Wait():
                 if step.buffer in pending:
-                    last[pending.pop(step.buffer)] = number
+                    copy = pending.pop(step.buffer)
+                    last[copy] = max(last[copy], number)
     return last

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 
-from coop_plan.planner.verifier.homes import home_faults, reads_home
+from coop_plan.planner.verifier.homes import Homes
 from coop_plan.planner.verifier.host import HostSlab
 from coop_plan.planner.verifier.state import HOME, Buffer, Fault, Place, Transfer, pointer
 from coop_plan.schemas import (
@@ -46,15 +46,11 @@ class Replay:
             if tensor.kind == "output" and tensor.id not in in_arena[plan.outputs]
         }
         """Outputs that belong outside the arena."""
-        self.homes = {home.tensor: home.host_offset for home in plan.homes}
-        """Offset in the host slab of each resident that begins and ends the step there."""
-        self.home_versions = dict.fromkeys(self.homes, 0)
-        self.home_writes: dict[int, int] = {}
-        """Buffer of the copy in flight that overwrites a home, by tensor."""
+        self.homes = Homes(plan)
         self.outside = {
             tensor.id: 0
             for tensor in graph.tensors
-            if tensor.resident and tensor.id not in self.homes
+            if tensor.resident and tensor.id not in self.homes.offset
         }
         """Version of each tensor that is readable outside the arena."""
         self.produced: set[int] = set()
@@ -69,13 +65,14 @@ class Replay:
         """Unfinished transfer per buffer."""
         self.host: dict[int, int] = {}
         """Version of each complete host copy, by the buffer that was offloaded."""
-        self.slab = HostSlab(plan)
-        for fault in home_faults(plan, self.tensors, self.slab):
+        on_host = {(op.id, v.name) for op in graph.ops for v in op.variants if v.engine == "host"}
+        self.slab = HostSlab(plan, on_host)
+        for fault in self.homes.faults(self.tensors, self.slab):
             self.fault(*fault)
         self.runs: dict[int, int] = {}
         self.last_random = self.last_once = -1
         """Highest position of a random op, and of a run-once op, that has run."""
-        self.now_us = self.d2h_free_us = self.h2d_free_us = 0.0
+        self.now_us = self.d2h_free_us = self.h2d_free_us = self.host_free_us = 0.0
         self.offload_stall_us = self.prefetch_stall_us = 0.0
         self.live_bytes = self.peak_live_bytes = self.arena_bytes = self.swapped_bytes = 0
 
@@ -89,7 +86,6 @@ class Replay:
         if op is None:
             self.fault("unknown-op", (at, "/op"), f"the graph has no op with id {step.op}")
             return
-        self._check_order(op, at)
         variant: Op | Variant = op
         if step.variant is not None:
             found = next((v for v in op.variants if v.name == step.variant), None)
@@ -101,6 +97,11 @@ class Replay:
                 if found.approximate:
                     message = f"variant '{found.name}' of {_name(op)} is approximate: never chosen"
                     self.fault("approximate-variant", (at, "/variant"), message)
+        on_host = isinstance(variant, Variant) and variant.engine == "host"
+        self._check_order(op, at, on_host=on_host)
+        if isinstance(variant, Variant) and on_host:
+            self._run_on_host(op, variant, step, at)
+            return
         read = self._reads(op, variant, step, at)
         if len(step.writes) != len(variant.outputs):
             message = f"{_name(op)} has {len(variant.outputs)} outputs, not {len(step.writes)}"
@@ -155,13 +156,12 @@ class Replay:
                 message = f"a prefetch is reading the host copy of buffer {step.buffer}"
                 self.fault("not-ready", (at, "/buffer"), message)
             del self.host[step.buffer]
-        home = self.homes.get(buffer.tensor)
+        home = self.homes.offset.get(buffer.tensor)
         if home is not None and step.host_offset == home:
-            busy = reads_home(buffer.tensor, self.pending, self.tensor_of)
-            if busy or buffer.tensor in self.home_writes:
-                message = f"another transfer uses the home of tensor {buffer.tensor}"
+            if self.homes.is_busy(buffer.tensor, self.pending, self.tensor_of):
+                message = f"a transfer or the host uses the home of tensor {buffer.tensor}"
                 self.fault("not-ready", (at, "/buffer"), message)
-            self.home_writes[buffer.tensor] = step.buffer
+            self.homes.writes[buffer.tensor] = step.buffer
         else:
             for code, message in self.slab.add(number, step.host_offset, buffer.bytes):
                 self.fault(code, (at, "/host_offset"), message)
@@ -174,12 +174,12 @@ class Replay:
     def prefetch(self, step: Prefetch, at: Place) -> None:
         version = None if step.from_ is None else self.host.get(step.from_)
         if step.from_ is None:
-            version = self.home_versions.get(step.tensor)
+            version = self.homes.version.get(step.tensor)
             if version is None:
                 message = f"tensor {step.tensor} has no home on the host"
                 self.fault("not-offloaded", (at, "/from"), message)
-            elif step.tensor in self.home_writes:
-                message = f"the home of tensor {step.tensor} is being overwritten"
+            elif step.tensor in self.homes.writes or step.tensor in self.homes.on_host:
+                message = f"a copy or the host overwrites the home of tensor {step.tensor}"
                 self.fault("not-ready", (at, "/from"), message)
         elif version is None:
             message = f"the host has no complete copy of buffer {step.from_}"
@@ -212,9 +212,9 @@ class Replay:
         else:
             self.offload_stall_us += stall_us
             buffer = self.live[step.buffer]
-            if self.home_writes.get(buffer.tensor) == step.buffer:
-                del self.home_writes[buffer.tensor]
-                self.home_versions[buffer.tensor] = buffer.version
+            if self.homes.writes.get(buffer.tensor) == step.buffer:
+                del self.homes.writes[buffer.tensor]
+                self.homes.version[buffer.tensor] = buffer.version
             else:
                 self.host[step.buffer] = buffer.version
 
@@ -226,7 +226,7 @@ class Replay:
         for op in self.ops.values():
             if op.id not in self.runs:
                 self.fault("missing-op", "/steps", f"no step runs {_name(op)}")
-        for tensor_id, version in self.home_versions.items():
+        for tensor_id, version in self.homes.version.items():
             if version != len(self.mutators.get(tensor_id, ())):
                 message = f"the home of tensor {tensor_id} holds version {version} at the end"
                 self.fault("stale-home", "/steps", message)
@@ -251,13 +251,13 @@ class Replay:
 
     # -- parts of steps --------------------------------------------------------------------------
 
-    def _check_order(self, op: Op, at: Place) -> None:
+    def _check_order(self, op: Op, at: Place, *, on_host: bool) -> None:
         count = self.runs[op.id] = self.runs.get(op.id, 0) + 1
         if op.recomputable and not op.rng:
             return
         if count > 1 and not op.recomputable:
             self.fault("repeated-op", (at, "/op"), f"{_name(op)} must run exactly once")
-        if not op.recomputable and count == 1:
+        if not op.recomputable and count == 1 and not on_host:
             if self.position[op.id] < self.last_once:
                 message = f"{_name(op)} runs after a later op, and both must run exactly once"
                 self.fault("once-order", (at, "/op"), message)
@@ -267,6 +267,21 @@ class Replay:
                 message = f"random {_name(op)} runs for the first time after a later random op"
                 self.fault("rng-order", (at, "/op"), message)
             self.last_random = max(self.last_random, self.position[op.id])
+
+    def _run_on_host(self, op: Op, variant: Variant, step: Compute, at: Place) -> None:
+        sent = {b: self.live[b].version for b, copy in self.pending.items() if copy.source is None}
+        copies = {b: (self.tensor_of[b], version) for b, version in (self.host | sent).items()}
+        position, inputs = self.position[op.id], set(variant.inputs)
+        needed = {t: bisect_left(self.mutators.get(t, ()), position) for t in inputs}
+        moved = [
+            t
+            for t in inputs - self.homes.on_host
+            if self.homes.is_busy(t, self.pending, self.tensor_of)
+        ]
+        for code, place, message in self.homes.run(op, variant, step, needed, copies, moved):
+            self.fault(code, (at, place), message)
+        read = [self.pending[b].end_us for b in sent if b in step.reads]
+        self.host_free_us = max(self.now_us, self.host_free_us, *read) + variant.cost_us
 
     def _reads(self, op: Op, variant: Op | Variant, step: Compute, at: Place) -> dict[int, Buffer]:
         """Check the reads and apply the op's mutations; returns the buffers read in the arena."""

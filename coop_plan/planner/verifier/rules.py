@@ -35,6 +35,12 @@ Times are those of one compute stream and one engine per direction. A transfer s
 compute stream reaches it and its engine is free; it takes the device's latency plus its bytes at
 the engine's bandwidth (`link_bytes_per_s` of the plan if set). `wait` stalls the compute stream.
 
+On the host. A run of a variant on the host reads `{"tensor": t}` at t's home and a buffer id in its
+copy on the host, complete or in flight; it overwrites homes. It begins when the compute stream
+reaches it, the host is free and those copies have ended; the compute stream does not wait for it.
+No copy to or from these homes is in flight then, and none follows. The copies that it reads are
+live to the end of the step. Run-once ops on the host run once, in any order that their data allows.
+
 Homes. A tensor in `homes` is on the host before and after the step, at its offset of the slab. It
 is no resident of the device: an op reads or overwrites a buffer, which a `prefetch` from the home
 (`from` null) or from another copy filled. An `offload` to the home's offset overwrites the home.
@@ -44,10 +50,10 @@ The host. A copy has an offset in one slab of `host_arena_bytes`, a multiple of 
 the bytes of its buffer. It is live from its offload to the last wait on it or on a prefetch from
 it, in the order of the steps, and overlaps no other live copy.
 
-Figures. All are recomputed, if the steps have no fault. `cost_us` is the end of the compute stream;
-the stalls are the times that waits on offloads and on prefetches stalled it. The live bytes in
-`fragmentation` are the maximum over compute and prefetch steps of exact bytes, workspace included,
-an address shared in place counted once.
+Figures. All are recomputed, if the steps have no fault. `cost_us` is the end of the compute stream,
+or of the last run on the host if later; the stalls are the times that waits on offloads and on
+prefetches stalled compute. The live bytes in `fragmentation` are the maximum over compute and
+prefetch steps of exact bytes, workspace included, an address shared in place counted once.
 
 | code | fault |
 | --- | --- |
@@ -149,13 +155,13 @@ def find_faults(graph: Graph, plan: Plan, *, limit: int = 20, structure: str = "
 
 
 def _check_figures(graph: Graph, plan: Plan, replay: Replay) -> None:
-    homes = replay.homes
+    homes = replay.homes.offset
     resident = sum(t.bytes for t in graph.tensors if t.resident and t.id not in homes)
     outside = sum(tensor.bytes for tensor in graph.tensors if tensor.id in replay.outside_outputs)
     arena = replay.arena_bytes
     peak = resident + arena + outside
     base_us = sum(op.cost_us for op in graph.ops)
-    cost_us = replay.now_us
+    cost_us = max(replay.now_us, replay.host_free_us)
     exact = {
         "resident_bytes": resident,
         "arena_bytes": arena,

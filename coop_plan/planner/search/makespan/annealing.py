@@ -192,6 +192,10 @@ class MakespanSearch:
             self._place(feasible[1], WORK)
         return feasible
 
+    def consider(self, sequence: Ints) -> None:
+        """Keep a sequence as it is, if it fits and costs less than what was found before."""
+        self._place(sequence, WORK)
+
     def at_lower_bound(self) -> bool:
         """True if each op runs once without a stall: no schedule of default variants costs less."""
         return self.cost_us <= self.problem.base_cost_us * (1 + 1e-9)

@@ -7,8 +7,9 @@ BEFORE, KIND, MOVED_TENSOR = range(3)
 # free; a prefetch begins or its end is waited for.
 OFFLOAD_START, OFFLOAD_END, PREFETCH_START, PREFETCH_END = range(4)
 # Entries of `MakespanState.clock`, µs: compute's clock; when the engines to the host and back are
-# free. The last entry is in bytes: the host's excess summed over all offloads.
-NOW, OUT_FREE, IN_FREE, HOST_EXCESS_SUM = range(4)
+# free; when the host has computed what follows the offloads begun. The last entry is in bytes: the
+# host's excess summed over all offloads.
+NOW, OUT_FREE, IN_FREE, HOST_END, HOST_EXCESS_SUM = range(5)
 # Entries of `MakespanState.flow`. Bytes: live; of these, unused and waiting for their offload; on
 # the host; the host's largest excess.
 LIVE, AWAITING_OFFLOAD, HOST_LIVE, HOST_EXCESS = range(4)

@@ -29,7 +29,7 @@ def evaluate(
     Infinite if the sequence is no schedule or its makespan exceeds `limit`. A negative `host` is no
     limit.
     """
-    if candidate_cost(a, m.search, limit) == np.inf or not _respects_homes(m):
+    if candidate_cost(a, m.search, limit) == np.inf or not _respects_homes(a, m):
         return np.inf, np.inf
     _list_events(a, m)
     _list_offloads(m)
@@ -38,7 +38,7 @@ def evaluate(
 
 
 @inlined
-def _respects_homes(m: MakespanState) -> bool:
+def _respects_homes(a: Program, m: MakespanState) -> bool:
     """True if the candidate keeps the rules of `planner.core.problem.Homes`."""
     s = m.search
     # The first access of a tensor is its first run's write, which begins a copy.
@@ -47,15 +47,11 @@ def _respects_homes(m: MakespanState) -> bool:
         if s.access[x, c.END] != s.access[x, c.EVENT]:
             return False
     for i in range(m.returned.shape[0]):
-        x = s.tensor[m.returned[i, 0], c.HEAD]
-        end = s.access[x, c.END]
-        while True:  # over the accesses of the first copy, of which the op reads none
-            e = s.access[x, c.EVENT]
-            if s.event[e, c.CODE] == m.returned[i, 1]:
-                return False
-            if e == end:
-                break
-            x = s.access[x, c.NEXT]
+        x = s.tensor[m.returned[i, 0], c.TAIL]
+        while s.event[s.access[x, c.EVENT], c.CODE] != m.returned[i, 1]:
+            x = s.access[x, c.PREVIOUS]
+        if s.event[s.access[s.access[x, c.COPY], c.EVENT], c.CODE] < a.ops:
+            return False
     for i in range(m.versions.shape[0]):
         made = s.access[s.tensor[m.versions[i, 0], c.HEAD], c.EVENT]
         used = s.access[s.tensor[m.versions[i, 1], c.TAIL], c.EVENT]
@@ -225,7 +221,7 @@ def _simulate(
     share = excess_share(worst, total, capacity)
     if host >= 0:
         share += excess_share(flow[mc.HOST_EXCESS], clock[mc.HOST_EXCESS_SUM], host)
-    return clock[mc.NOW], share
+    return max(clock[mc.NOW], clock[mc.HOST_END]), share
 
 
 @inlined
@@ -327,6 +323,8 @@ def _start_offload(m: MakespanState, at: int, host: int, size: Ints) -> None:
         slot, below = below, 2 * below + 1
     m.queue[slot, 0], m.queue[slot, 1] = key, tensor
     clock[mc.OUT_FREE] = max(clock[mc.NOW], clock[mc.OUT_FREE]) + m.offload_us[t]
+    if m.host_us[t] > 0.0:
+        clock[mc.HOST_END] = max(clock[mc.HOST_END], clock[mc.OUT_FREE]) + m.host_us[t]
     m.sent[flow[mc.SENT_COUNT]], m.sent_end_us[flow[mc.SENT_COUNT]] = t, clock[mc.OUT_FREE]
     flow[mc.SENT_COUNT] += 1
     _record(m, at, mc.OFFLOAD_START, t)

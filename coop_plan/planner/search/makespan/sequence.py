@@ -49,14 +49,16 @@ class MakespanState(NamedTuple):
     offloads in the order of their starts. `transfer` lists all transfer events; see
     `columns` for the columns and entries of `offload`, `transfer`, `clock` and `flow`.
 
-    `home_copies`, `returned` and `versions` are those of `planner.core.problem.Homes`; `host_size`
-    is the bytes of a copy on the host, 0 of a home, which has its own place.
+    `home_copies`, `returned`, `versions` and `host_us` (0 for other tensors) are those of
+    `planner.core.problem.Homes`; `host_size` is the bytes of a copy on the host, 0 of a home, which
+    has its own place.
     """
 
     search: SearchState
     home_copies: Ints
     returned: IntTable
     versions: IntTable
+    host_us: Floats
     host_size: Ints
     offload_us: Floats
     prefetch_us: Floats
@@ -117,7 +119,10 @@ def new_state(problem: Problem, a: Program, max_events: int, params: MoveParams)
     returned = np.array(homes.returned, dtype=np.int64).reshape(-1, 2)
     versions = np.array(homes.versions, dtype=np.int64).reshape(-1, 2)
     host_size = a.size.copy()
-    host_size[home_copies] = host_size[returned[:, 0]] = 0
+    host_us = np.zeros(tensors)
+    for t, duration_us in homes.host_us:
+        host_us[t] = duration_us
+    host_size[home_copies] = host_size[returned[host_us[returned[:, 0]] == 0.0, 0]] = 0
     offload_us[home_copies] = prefetch_us[returned[:, 0]] = 0.0
     linked = "transfers" in problem.beyond_recomputation
     movable = np.array(problem.movable, dtype=np.uint8) * np.uint8(linked)
@@ -132,6 +137,7 @@ def new_state(problem: Problem, a: Program, max_events: int, params: MoveParams)
         home_copies=home_copies,
         returned=returned,
         versions=versions,
+        host_us=host_us,
         host_size=host_size,
         offload_us=offload_us,
         prefetch_us=prefetch_us,
@@ -148,7 +154,7 @@ def new_state(problem: Problem, a: Program, max_events: int, params: MoveParams)
         sent=np.zeros(tensors, dtype=np.int32),
         sent_end_us=np.zeros(tensors),
         transfer=np.zeros((2 * max_events + 2 * tensors, 3), dtype=np.int32),
-        clock=np.zeros(4),
+        clock=np.zeros(5),
         flow=np.zeros(mc.FLOW_SIZE, dtype=np.int64),
     )
 
