@@ -287,6 +287,39 @@ def test_a_kept_kernel_is_loaded_without_the_compilers_modules_and_raises_as_bef
     assert then == ["3 4 5 1 False", *raised]
 
 
+EDITED = """
+import sys
+from pathlib import Path
+import kernel
+
+if sys.argv[1:]:
+    changed = Path(sys.argv[1])
+    changed.write_text(changed.read_text().replace("= 1", "= 2"))
+print(kernel.number(0))
+"""
+
+
+@pytest.mark.parametrize("changed", ["kernel.py", "row.py"])
+def test_a_process_whose_sources_changed_keeps_no_kernel_for_those_of_now(changed, tmp_path):
+    """An upgrade, or an edit, while a process runs: it compiles what it has imported."""
+    (tmp_path / "row.py").write_text("ROW = 1\n")
+    (tmp_path / "kernel.py").write_text(
+        "from coop_plan.planner.core.jit import njit\nfrom row import ROW\nCOLUMN = 1\n"
+        "@njit\ndef number(_):\n    return 10 * ROW + COLUMN\n"
+    )
+    (tmp_path / "edited.py").write_text(EDITED)
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    before, after = (
+        subprocess.run(
+            [sys.executable, "edited.py", *arguments],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
+        ).stdout.strip()
+        for arguments in ([changed], [])
+    )  # fmt: skip
+    assert before == "11"
+    assert after == {"kernel.py": "12", "row.py": "21"}[changed]
+
+
 def test_no_kernel_calls_one_that_is_kept_for_python_alone():
     """Its bitcode is not kept, so what calls it could not be compiled with it."""
     calls, entries = defaultdict(set), set()

@@ -233,7 +233,10 @@ class _Cache(FunctionCache):
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """As numba's; a kernel that cannot be kept is used."""
+        """As numba's; a kernel that cannot be kept, or of sources that have changed, is used."""
+        folder = Path(self._py_func.__code__.co_filename).parent
+        if _sources.__wrapped__(folder) != _sources(folder):
+            return
         try:
             super().save_overload(sig, data)  # type: ignore[no-untyped-call]
         except OSError as error:
@@ -293,7 +296,10 @@ def _link_runtime() -> None:
 
 @functools.cache
 def _sources(folder: Path) -> str:
-    """Digest of the sources of kernels in `folder`: the folder's modules and `SHARED`."""
+    """Digest of the sources of kernels in `folder`: the folder's modules and `SHARED`.
+
+    It is taken when the first of them is imported.
+    """
     core = Path(__file__).resolve().parent
     shared = (path.resolve() for name in SHARED for path in core.glob(name))
     digest = hashlib.sha256()
@@ -314,6 +320,7 @@ def log_compilation() -> None:
 def _compile(
     function: Callable[P, R], cache: type[_Cache] = _Cache, **options: bool
 ) -> Callable[P, R]:
+    _sources(Path(function.__code__.co_filename).parent)
     library: Any = numba
     dispatcher = library.njit(nogil=True, **options)(function)
     if not library.config.DISABLE_JIT:
