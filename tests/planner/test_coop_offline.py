@@ -4,6 +4,7 @@ import contextlib
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,9 +13,10 @@ from benchmarks.hard_graphs import hard_graph
 from benchmarks.synthetic import gpt
 from coop_plan.planner import InfeasibleBudgetError, Problem, TimeLimitError, plan
 from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.lifetimes import RUN
 from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.heuristic import coop_offline
-from coop_plan.planner.heuristic.coop_offline import CoopOffline, solve_coop_offline
+from coop_plan.planner.heuristic.coop_offline import CoopOffline, in_any_order, solve_coop_offline
 from coop_plan.planner.heuristic.params import DEFAULTS
 from coop_plan.planner.heuristic.portfolio import Portfolio
 from coop_plan.planner.keep_all import lay_out_everything
@@ -334,3 +336,21 @@ def test_the_sequence_is_annealed_as_often_as_the_time_suffices(clock, monkeypat
         seeds.clear()
         method._anneal_until(clock.now + seconds, lambda: False)
         assert seeds == list(range(runs))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("any_schedule", [False, True])
+def test_a_search_without_transfers_starts_from_no_schedule_with_some(any_schedule, seed):
+    """`auto` asks so for `min` of a graph with a link; prefetches were read as runs of ops."""
+    graph = hard_graph("layered", seed, 60)
+    device = msgspec.structs.replace(graph.device, h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12)
+    problem = Problem.from_graph(msgspec.structs.replace(graph, device=device))
+    least = plan(graph, "min", outputs="arena").arena_bytes
+    larger = solve_coop_offline(problem, Request(least)).placed
+    assert (larger.schedule.do != RUN).any()
+    for share in (1.0, 0.9, 0.7):
+        asked = Request(int(least * share), larger=larger, any_schedule=any_schedule)
+        found = in_any_order(problem, asked)
+        if found is not None:
+            assert (found.schedule.do == RUN).all()
+            assert found.arena_bytes <= asked.arena_bytes

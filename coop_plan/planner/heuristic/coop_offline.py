@@ -46,6 +46,10 @@ class CoopOffline:
     def __init__(
         self, problem: Problem, request: Request, params: CoopOfflineParams = DEFAULTS
     ) -> None:
+        self._has_link = "transfers" in problem.beyond_recomputation
+        larger = request.larger
+        if larger is not None and not self._has_link and (larger.schedule.do != RUN).any():
+            request = replace(request, larger=None)  # `in_any_order` of a problem with transfers
         self.problem = problem
         self.request = request
         self.params = params
@@ -54,7 +58,6 @@ class CoopOffline:
         self._online: OnlineRun | None = None
         self._transfer_plan: PlacedSchedule | None = None
         self._closest_transfers: PlacedSchedule | None = None
-        self._has_link = "transfers" in problem.beyond_recomputation
         self._searches_sequence = "walk" not in request.off
         self._best_sequence: Ints | None = None
         self._makespan_searches = 0
@@ -134,8 +137,6 @@ class CoopOffline:
         if self._has_link:
             if known.problem is self.problem:
                 self._transfer_plan, self._best_sequence = known, to_sequence(known.schedule)
-            return
-        if (known.schedule.do != RUN).any():  # `in_any_order` of a problem with transfers
             return
         found = portfolio.candidate_of(to_sequence(known.schedule))
         if found.has_blocks_of(known.schedule):
