@@ -8,6 +8,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coop_plan.runtime.capture.graph_builder import GETITEM, is_view
+from coop_plan.runtime.fused import regions
 from coop_plan.runtime.fused.clusters import TIMES_LARGEST, clusters_of
 from coop_plan.runtime.fused.in_kernel import MOST_READ, recompute_in_kernels
 from coop_plan.runtime.fused.ops import bytes_of, producer_of, storage_of
@@ -106,23 +107,17 @@ def repeated(module, seed):
 
 
 @pytest.mark.parametrize("depth", [2, 5])
-def test_layers_share_what_each_makes_for_itself(depth):
-    """A mask of positions; products and results of the step stay apart."""
-    graph, mode = fx.Graph(), FakeTensorMode()
-    positions, x = map(graph.placeholder, ("primals_1", "primals_2"))
-    outputs = []
-    for _ in range(depth):
-        mask = graph.call_function(
-            aten.le.Tensor, (positions, graph.call_function(aten.t.default, (positions,)))
-        )
-        masked = graph.call_function(aten.mul.Tensor, (x, mask))
-        x = graph.call_function(aten.mm.default, (masked, masked))
-        outputs.append(graph.call_function(aten.sin.default, (positions,)))
-    graph.output((x, *outputs))
-    with mode:
-        for node in graph.nodes:
-            node.meta["val"] = torch.empty(64, 64)
-    module, inputs = fx.GraphModule({}, graph), [torch.rand(64, 64) for _ in range(2)]
+def test_layers_share_what_the_backward_is_given_of_each(depth):
+    """A mask of positions; other results, products and results of the step stay apart."""
+    module, last = layered(["product"] * depth)
+    graph = module.graph
+    (*_, output) = graph.nodes
+    with graph.inserting_before(last):
+        mask = next(node for node in graph.nodes if node.target is aten.maximum.default)
+        results = [graph.node_copy(mask) for _ in range(depth)]
+    output.args = ((last, *results, *output.args[0][1:]),)
+    module.recompile()
+    inputs = [torch.rand(64, 64) for _ in range(3)]
     expected = module(*inputs)
     seen = []
     fuse_regions(module, 1 + depth, seen.extend)
@@ -130,8 +125,54 @@ def test_layers_share_what_each_makes_for_itself(depth):
     assert all(map(torch.equal, made, expected))
     assert len({value.data_ptr() for value in made}) == len(made)
     nodes = [node for found, _ in seen for node in found.nodes] + list(module.graph.nodes)
-    assert sum(node.target is aten.le.Tensor for node in nodes) == 1
-    assert sum(node.target is aten.mm.default for node in nodes) == depth
+    assert sum(node.target is aten.maximum.default for node in nodes) == 1 + depth
+    assert sum(node.target is aten.mm.default for node in nodes) == 4 * depth
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_layers_share_needs_no_memory(seed, monkeypatch):
+    """Bytes of keep-everything are at most those of layers that share nothing."""
+    draw = random.Random(seed)
+    use = draw.choice(["product", "sum"])
+    uses = [use, *draw.choices([use, None], k=3), use]
+    peaks = []
+    for merge in (regions._merge_equal, lambda *_: None):
+        monkeypatch.setattr(regions, "_merge_equal", merge)
+        module, _ = layered(uses)
+        fuse_regions(module, 1, uncompiled)
+        peaks.append(live_peak(module.graph))
+    assert peaks[0] <= peaks[1]
+
+
+def layered(uses):
+    """Layers that may make a mask of positions, and their backward; the first result's node, too.
+
+    The backward of a product with the mask reads it, that of a sum does not.
+    """
+    graph = fx.Graph()
+    positions, x, gradient = map(graph.placeholder, ("primals_1", "primals_2", "tangents_1"))
+
+    def op(target, *args):
+        return graph.call_function(target, args)
+
+    backward = []
+    for use in uses:
+        below = x
+        x = op(aten.mm.default, x, x)
+        if use:
+            mask = op(aten.maximum.default, positions, op(aten.t.default, positions))
+            x = op(aten.mm.default if use == "product" else aten.add.Tensor, x, mask)
+        backward.append((below, mask if use == "product" else None))
+    total = op(aten.sum.default, x)
+    for below, mask in reversed(backward):
+        if mask is not None:
+            gradient = op(aten.mm.default, gradient, mask)
+        gradient = op(aten.mm.default, gradient, below)
+    graph.output((total, gradient))
+    with FakeTensorMode():
+        for node in graph.nodes:
+            node.meta["val"] = torch.empty(() if node is total else (64, 64))
+    return fx.GraphModule({}, graph), total
 
 
 def live_peak(graph):

@@ -7,6 +7,7 @@ import ast
 import contextlib
 import ctypes
 import inspect
+import os
 import pickle
 import re
 import threading
@@ -344,6 +345,34 @@ def test_kernels_are_compiled_after_a_failure(libraries):
         ):
             inductor.compile_graphs(graphs)
         torch.testing.assert_close(results(graphs), expected)
+
+
+def test_kernels_are_compiled_after_a_compiler_was_killed(libraries, monkeypatch):
+    """Half a file may be left."""
+    graphs, expected = pointwise(2, seed=2)
+    builder = torch._inductor.cpp_builder.CppBuilder
+    build = builder.build
+
+    def killed(self):
+        build(self)
+        if libraries:
+            os.truncate(libraries[0], 100)
+            raise RuntimeError("killed")
+
+    with assumed("the name of a library is a digest of its source"):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+            patch.setattr(builder, "build", killed)
+            inductor.compile_graphs(graphs)
+        torch.testing.assert_close(results(graphs), expected)
+
+
+def test_kernels_whose_library_was_deleted_are_compiled_again(libraries):
+    graphs, expected = pointwise(2, seed=3)
+    for calls in (1, 2):
+        torch._inductor.codecache.PyCodeCache.cache_clear()
+        torch.testing.assert_close(results(graphs), expected)
+        assert len(libraries) == calls
+        Path(libraries[-1]).unlink()
 
 
 def test_inductors_settings_have_a_digest():

@@ -212,24 +212,37 @@ def _half_of(op: fx.Node, forward: set[fx.Node]) -> object:
 
 
 def _merge_equal(graph: fx.Graph, forward: set[fx.Node]) -> None:
-    """Merge fusible ops of equal arguments in one part of the step, and views of one tensor.
+    """Merge equal fusible ops of one part of the forward if the backward is given each's result.
 
-    Layers often make the same mask or positions, each for itself. Results of the step stay apart:
-    the caller may write to them.
+    Layers often make the same mask, each for itself. One of the results is live anyway from the
+    first op to the last reader. A result that the backward is not given would be live longer than
+    in the kernels of its readers. Results of the step stay apart: the caller may write to them.
     """
     output = next(iter(reversed(graph.nodes)))
     returned = {storage_of(value) for value in output.all_input_nodes}
+    given = {
+        storage_of(value)
+        for node in graph.nodes
+        if node.op == "call_function" and node not in forward and not is_view(node)
+        for value in node.all_input_nodes
+    }
+    kept = (given & forward) - returned
+    firsts: dict[fx.Node, fx.Node] = {}  # by node: the first of an equal value
     equal: dict[object, fx.Node] = {}
+    merged: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
+        firsts[node] = node
         fusible = is_fusible(node)
-        if not (fusible or node.target is GETITEM or is_view(node)) or storage_of(node) in returned:
+        if not (fusible or node.target is GETITEM or is_view(node)):
             continue
+        arguments = fx.node.map_arg((node.args, node.kwargs), firsts.__getitem__)
         of = _half_of(node, forward) if fusible else None
-        key = node.target, repr((node.args, node.kwargs)), of
-        first = equal.setdefault(key, node)
-        if first is not node:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
+        first = firsts[node] = equal.setdefault((node.target, repr(arguments), of), node)
+        if fusible and node in kept:
+            one = merged.setdefault(first, node)
+            if one is not node:
+                node.replace_all_uses_with(one)
+                graph.erase_node(node)
 
 
 def _erase_unused(graph: fx.Graph) -> None:

@@ -5,13 +5,18 @@ are found on disk by their source and the compiler's command, whatever file they
 """
 
 import hashlib
-import os
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from coop_plan.planner.cache_files import file_lock
+
+COMPILE_SECONDS = 600
+"""Longest wait for another process that compiles kernels."""
 
 _HEADERS = """#include <torch/csrc/inductor/cpp_prefix.h>
 #define PY_SSIZE_T_CLEAN
@@ -81,17 +86,21 @@ def compile_sources(wrappers: Sequence[Callable[..., Any]]) -> None:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     folder, command = Path(cache_dir(), "coop_plan"), _command()
-    folder.mkdir(parents=True, exist_ok=True)
     names = {source: source.name(command) for _, _, source in places}
-    missing = {
-        source: name for source, name in names.items() if not _library(folder, name).exists()
-    }
-    if missing:
-        built = _build(missing)
-        for name in missing.values():
-            link = folder / f"{name}.{os.getpid()}.{threading.get_ident()}"
-            link.symlink_to(built)
-            link.replace(_library(folder, name))
+
+    def missing() -> dict[_Source, str]:
+        return {s: name for s, name in names.items() if not _library(folder, name).exists()}
+
+    if missing():
+        folder.mkdir(parents=True, exist_ok=True)
+        waiting = "waiting for another process that compiles fused kernels"
+        with file_lock(folder / "lock", COMPILE_SECONDS, waiting):
+            if new := missing():  # otherwise another process has compiled them
+                built = _build(new)
+                for name in new.values():
+                    link = folder / str(uuid.uuid4())
+                    link.symlink_to(built)
+                    link.replace(_library(folder, name))
     for scope, name, source in places:
         scope[name] = _loaded(names[source], _library(folder, names[source]))
 
@@ -112,7 +121,11 @@ def _command() -> str:
 
 
 def _build(names: dict[_Source, str]) -> Path:
-    """Compile some kernels into one library; each is a Python module in it."""
+    """Compile some kernels into one library; each is a Python module in it.
+
+    The file has a name of its own: a compiler that is killed leaves half a file, which may end the
+    process that loads it.
+    """
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Binding
 
     text, first = _HEADERS, next(iter(names.values()))
@@ -130,7 +143,7 @@ def _build(names: dict[_Source, str]) -> Path:
         text += (
             f"#define kernel {name}\nnamespace of_{name} {{{source.text}{suffix}}}\n#undef kernel\n"
         )
-    module = _binding(first).load(text, "cpu")
+    module = _binding(first).load(f"{text}// {uuid.uuid4()}\n", "cpu")
     return Path(module.__file__)
 
 
