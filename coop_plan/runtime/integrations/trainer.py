@@ -109,16 +109,13 @@ class _Iterations(TrainerCallback):
             loss: Any = trainer.compute_loss(model, inputs, num_items_in_batch=items)
             return loss if scaled else loss / trainer.current_gradient_accumulation_steps
 
-        def prepared(inputs: Any) -> dict[str, Any]:
-            return dict(trainer._prepare_inputs(inputs))
-
         def training_step(model: Any, *_: Any) -> torch.Tensor:
             if not self._losses:
                 model.train()
                 optimizer.train()
                 batches, items = self._given
                 with trainer.compute_loss_context_manager():
-                    made = self._iteration(*((prepared(inputs), items) for inputs in batches))
+                    made = self._iteration(*((dict(inputs), items) for inputs in batches))
                 self._losses = made if isinstance(made, list) else [made]
             return self._losses.pop(0)
 
@@ -154,14 +151,20 @@ def _refuse(trainer: Trainer) -> None:
     args, accelerator, optimizer = trainer.args, trainer.accelerator, trainer.optimizer
     assert optimizer is not None
     callbacks = trainer.callback_handler.callbacks
+    own = [
+        name
+        for name in ("training_step", "_prepare_inputs", "_clip_grad_norm")
+        if getattr(getattr(trainer, name, None), "__func__", None)
+        is not getattr(Trainer, name, None)
+    ]
     amid = [
         f"{type(one).__name__}.{name}"
         for one, name in itertools.product(callbacks, ("on_substep_end", "on_pre_optimizer_step"))
         if getattr(type(one), name) is not getattr(TrainerCallback, name)
     ]
     refused = {
-        f"{type(trainer).__name__}.training_step would not run: override compute_loss": (
-            getattr(trainer.training_step, "__func__", None) is not Trainer.training_step
+        f"{type(trainer).__name__}.{', '.join(own)} would not run: override compute_loss": bool(
+            own
         ),
         f"{', '.join(amid)} would find the updates done: use on_step_begin or on_step_end": (
             bool(amid)
