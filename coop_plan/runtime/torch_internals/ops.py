@@ -29,10 +29,10 @@ def norm_order(tensors: Sequence[torch.Tensor]) -> list[int]:
     It groups them by device and dtype, in no order of its own.
     """
     with unset_fake_temporarily():
-        alike: list[torch.Tensor | None] = [
+        empty: list[torch.Tensor | None] = [
             torch.empty(0, dtype=one.dtype, device=one.device) for one in tensors
         ]
-        groups = _group_tensors_by_device_and_dtype([alike], with_indices=True)
+        groups = _group_tensors_by_device_and_dtype([empty], with_indices=True)
     return [at for _, positions in groups.values() for at in positions]
 
 
