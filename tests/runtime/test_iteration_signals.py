@@ -1,9 +1,12 @@
 """Python code that runs amid an iteration: all parameters are those of before or of after it."""
 
+import asyncio
+import ctypes
+import faulthandler
 import os
 import signal
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch import nn
 
 import coop_plan
 from coop_plan import runtime
+from coop_plan.runtime.whole_iteration.all_or_none import AllOrNone
 from tests.runtime.iterating import OPTIMIZERS, WIDTH, equal, listed, state_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
@@ -188,3 +192,166 @@ def test_an_op_that_fails_among_the_updates_is_told(at, options):
         if updated:
             assert found.match(f"after {updated} of 6 parameters were updated.*Preempted: load")
         assert found.type is (runtime.PartlyUpdatedError if updated else Preempted)
+
+
+def actions():
+    """Of each signal: the process's action, as C has it, and Python's handler."""
+    found = []
+    for number in SIGNALS:
+        action = ctypes.create_string_buffer(256)
+        ctypes.CDLL(None).sigaction(number, None, action)
+        handler_and_flags = action.raw[:8] + action.raw[136:140]
+        found.append((handler_and_flags, signal.getsignal(number)))
+    return found
+
+
+def restart_calls(number):
+    signal.siginterrupt(number, False)
+
+
+def dump_traces_first(number):
+    faulthandler.register(number, sys.__stderr__, chain=True)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    installed=st.lists(
+        st.sampled_from([None, restart_calls, dump_traces_first]),
+        min_size=len(SIGNALS),
+        max_size=len(SIGNALS),
+    ),
+    sent=st.sets(st.sampled_from(SIGNALS)),
+    at=st.integers(0, 3),
+    fails=st.booleans(),
+)
+@example([dump_traces_first] * 4, {*SIGNALS}, 1, False)
+@example([restart_calls] * 4, {*SIGNALS}, 1, True)
+def test_handlers_are_those_of_before_and_run_once(installed, sent, at, fails):
+    """Those of C too, and the options of the system's call."""
+    called = []
+    kept = {
+        number: signal.signal(number, lambda number, _: called.append(number)) for number in SIGNALS
+    }
+    with ExitStack() as after:
+        for number, handler in kept.items():
+            after.callback(signal.signal, number, handler)
+        for number, install in zip(SIGNALS, installed, strict=True):
+            if install is not None:
+                install(number)
+            if install is dump_traces_first:
+                after.callback(faulthandler.unregister, number)
+        before = actions()
+        with suppress(Preempted, runtime.PartlyUpdatedError), AllOrNone(lambda: None) as updates:
+            for i in range(3):
+                if i == at:
+                    for number in sent:
+                        os.kill(os.getpid(), number)
+                if fails and i == 2:
+                    raise Preempted
+                updates.begin(3)
+                updates.end()
+            assert set(called) == (sent if at == 0 else set())
+        assert actions() == before
+        assert sorted(called) == sorted(sent if at < 3 else ())
+
+
+def test_a_handler_of_an_event_loop_runs_once():
+    """The loop reads signals from a file, to which each arrival writes."""
+    called = []
+
+    async def preempted():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, called.append, 1)
+        with AllOrNone(lambda: None) as updates:
+            updates.begin(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            updates.end()
+        await asyncio.sleep(0.05)
+
+    asyncio.run(preempted())
+    assert called == [1]
+
+
+def test_a_handler_that_a_hook_installs_stays():
+    def handler(*_):
+        pass
+
+    kept = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with AllOrNone(lambda: signal.signal(signal.SIGTERM, handler)) as updates:
+            updates.begin(1)
+            updates.end()
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, kept)
+
+
+@pytest.mark.parametrize("sent", SIGNALS)
+def test_signals_at_any_call_of_the_end_leave_handlers_that_run(sent):
+    """One that raises between two handlers may leave another unrestored, but not unheard."""
+    called = []
+
+    def handler(number, _):
+        called.append(number)
+        raise Preempted
+
+    def run():
+        with AllOrNone(lambda: None) as updates:
+            updates.begin(1)
+            updates.end()
+
+    kept = {number: signal.signal(number, handler) for number in SIGNALS}
+    counting = calling(-1, None)
+    try:
+        sys.setprofile(counting)
+        run()
+        sys.setprofile(None)
+        for at in range(counting.seen() - 1):  # the last ends the profile
+            with suppress(Preempted):
+                sys.setprofile(calling(at, lambda: os.kill(os.getpid(), sent)))
+                run()
+            sys.setprofile(None)
+            called.clear()
+            for number in SIGNALS:
+                with suppress(Preempted):
+                    signal.raise_signal(number)
+            assert sorted(called) == sorted(SIGNALS)
+            for number in SIGNALS:
+                signal.signal(number, handler)
+    finally:
+        sys.setprofile(None)
+        for number, one in kept.items():
+            signal.signal(number, one)
+
+
+@pytest.mark.parametrize("percent", [2, 10, 30, 50, 70, 90, 98])
+def test_a_handler_that_trains_runs_after_the_iteration_or_is_refused(percent):
+    """The iteration that it interrupts before the first update has the parameters in its ops."""
+    torch._dynamo.reset()
+    ours, theirs = Trained("adamw"), Trained("adamw")
+    for trained in (ours, theirs):
+        trained.run(0)
+        counting = calling(-1, None)
+        sys.setprofile(counting)
+        trained.run(1)
+        sys.setprofile(None)
+    kept = signal.signal(signal.SIGUSR1, lambda *_: ours.run(3))
+    refused = None
+    try:
+        sys.setprofile(
+            calling(percent * counting.seen() // 100, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        )
+        ours.run(2)
+    except runtime.RuntimeRefusalError as error:
+        refused = error
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGUSR1, kept)
+    if refused is None:
+        theirs.run(2)
+        theirs.run(3)
+    else:
+        assert "called within itself" in str(refused)
+    assert equal(ours.state(), theirs.state())
+    ours.run(4)
+    theirs.run(4)
+    assert equal(ours.state(), theirs.state())

@@ -1120,3 +1120,18 @@ def test_a_choice_of_saved_nodes_decides_the_partition():
 def test_inductors_draws_have_the_known_names():
     for name in partitioner.DRAWS:
         assert hasattr(torch.ops.prims, name.partition(".")[2])
+
+
+def test_norms_are_added_in_the_order_of_the_groups():
+    """By their order the norm of tensors of several dtypes has the bits of PyTorch's."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
+    for seed in range(50):
+        generator = torch.Generator().manual_seed(seed)
+        chosen = torch.randint(0, len(dtypes), (12,), generator=generator).tolist()
+        made = [torch.randn(64, generator=generator).to(dtypes[at]) for at in chosen]
+        order = ops.norm_order(made)
+        assert sorted(order) == [*range(12)]
+        norms = torch.stack([torch.linalg.vector_norm(made[at]) for at in order])
+        with assumed("clipping groups gradients by `_group_tensors_by_device_and_dtype`"):
+            total = torch.nn.utils.get_total_norm(made, foreach=False)
+            assert torch.equal(torch.linalg.vector_norm(norms), total)

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -49,6 +49,30 @@ def test_memory_is_given_back_between_iterations():
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_iteration_is_the_loops(optimizer):
     compared(optimizer, "70%", 1, None)
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+class Mixed(nn.Module):
+    """Layers of several dtypes."""
+
+    def __init__(self, dtypes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for dtype in dtypes)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype)).tanh()
+        return x.float()
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.permutations(DTYPES), st.permutations(DTYPES))
+@example(DTYPES, DTYPES[:1])
+def test_the_norm_of_gradients_of_any_dtypes_is_the_loops(first, last):
+    compared("momentum", "min", 1, 0.05, steps=6, depth=[*first, *last], model=Mixed)
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.05])

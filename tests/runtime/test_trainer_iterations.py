@@ -117,24 +117,84 @@ def test_a_trainer_evaluates_and_trains_again_without_a_plan(tmp_path):
     assert sum(report.steps_run for report in coop_plan.reports()) == steps
 
 
+def test_the_last_plan_of_a_trainer_counts(tmp_path):
+    """As a cell of a notebook that runs twice, or after a training that failed."""
+    eager, ours = trainer_of(tmp_path), planned(planned(trainer_of(tmp_path), "80%"), "60%")
+    for trainer in (eager, ours):
+        train(trainer)
+    assert_same(eager, ours)
+    assert len(coop_plan.reports()) == 1
+    assert "training_step" not in vars(ours)
+
+
 class Own(transformers.Trainer):
     def training_step(self, *given):
         return super().training_step(*given)
 
 
+class Masking(transformers.Trainer):
+    """Makes its inputs of a batch, as trainers of TRL do."""
+
+    def _prepare_inputs(self, inputs):
+        return super()._prepare_inputs(inputs)
+
+
+class StopsAmid(transformers.TrainerCallback):
+    def on_substep_end(self, args, state, control, **_):
+        control.should_training_stop = True
+
+
+class ReadsGradients(transformers.TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, *, model, **_):
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    ("arguments", "callback", "reason"),
     [
-        ({"torch_compile": True}, "torch_compile"),
-        ({"kind": Own}, "Own.training_step"),
+        ({"torch_compile": True}, None, "torch_compile"),
+        ({"kind": Own}, None, "Own.training_step"),
+        ({"kind": Masking}, None, "Masking._prepare_inputs"),
+        ({}, StopsAmid, "StopsAmid.on_substep_end"),
+        ({}, ReadsGradients, "ReadsGradients.on_pre_optimizer_step"),
+        ({"enable_jit_checkpoint": True}, None, "JITCheckpointCallback.on_pre_optimizer_step"),
     ],
 )
-def test_what_a_trainer_cannot_have_is_refused(arguments, reason, tmp_path):
+def test_what_a_trainer_cannot_have_is_refused(arguments, callback, reason, tmp_path):
     trainer = planned(trainer_of(tmp_path, **arguments))
+    if callback is not None:
+        trainer.add_callback(callback)
     with pytest.raises(runtime.OptionsError, match=reason):
         trainer.train()
     with pytest.raises(runtime.OptionsError, match="bugdet"):
         planned(trainer, bugdet=1)
+
+
+def test_a_training_step_of_the_object_is_refused(tmp_path):
+    trainer = planned(trainer_of(tmp_path))
+    trainer.training_step = lambda *given: type(trainer).training_step(trainer, *given)
+    with pytest.raises(runtime.OptionsError, match=r"Trainer.training_step"):
+        trainer.train()
+
+
+class Fails(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        raise KeyboardInterrupt
+
+
+def test_a_training_after_one_that_failed_is_that_of_its_callbacks(tmp_path):
+    eager, ours = trainer_of(tmp_path), planned(trainer_of(tmp_path))
+    plans = ours.callback_handler.callbacks[-1]
+    for trainer in (eager, ours):
+        trainer.add_callback(Fails)
+        with pytest.raises(KeyboardInterrupt):
+            train(trainer)
+        trainer.remove_callback(Fails)
+    ours.remove_callback(plans)
+    for trainer in (eager, ours):
+        train(trainer)
+    assert_same(eager, ours)
+    assert sum(report.steps_run for report in coop_plan.reports()) == 1
 
 
 def test_parameters_that_the_model_has_not_are_refused(tmp_path):

@@ -5,6 +5,7 @@
 `TrainingArguments(torch_compile_backend=...)` accepts a fixed list of names, without options.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,8 @@ class Budget(TrainerCallback):
 def plan_iterations(trainer: Trainer, budget: int | str | None = None, **options: Any) -> None:
     """Plan whole iterations of a Trainer during `train()`, the optimizer's updates included.
 
+    A second call for a Trainer replaces the first.
+
     The arguments `gradient_accumulation_steps` and `max_grad_norm` are those of the Trainer. The
     first micro-batch of an iteration runs all of them and the updates.
 
@@ -72,7 +75,9 @@ def plan_iterations(trainer: Trainer, budget: int | str | None = None, **options
         OptionsError: at once, if an option is invalid; when training begins, if the Trainer has
             an argument that does not go with it.
     """
-    trainer.add_callback(_Iterations(trainer, coop(budget, options)["options"]))
+    made = _Iterations(trainer, coop(budget, options)["options"])
+    trainer.remove_callback(_Iterations)
+    trainer.add_callback(made)
 
 
 class _Iterations(TrainerCallback):
@@ -90,7 +95,7 @@ class _Iterations(TrainerCallback):
         self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any
     ) -> None:
         trainer, accelerator = self._trainer, self._trainer.accelerator
-        self.on_train_end(args, state, control)  # of a training that failed
+        self._undo()  # what a training that failed left
         self._losses.clear()
         _refuse(trainer)
         model = trainer.model_wrapped
@@ -115,6 +120,8 @@ class _Iterations(TrainerCallback):
             return self._losses.pop(0)
 
         def get_batch_samples(*given: Any) -> tuple[list[Any], Any]:
+            if self not in trainer.callback_handler.callbacks:  # after a training that failed
+                self._undo()
             self._losses.clear()
             self._given = type(trainer).get_batch_samples(trainer, *given)
             return self._given
@@ -132,6 +139,9 @@ class _Iterations(TrainerCallback):
         self._replaced.append((owner, name))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._undo()
+
+    def _undo(self) -> None:
         while self._replaced:
             delattr(*self._replaced.pop())
 
@@ -140,13 +150,27 @@ def _refuse(trainer: Trainer) -> None:
     """Raise an OptionsError for arguments of a Trainer that its iterations cannot have."""
     args, accelerator, optimizer = trainer.args, trainer.accelerator, trainer.optimizer
     assert optimizer is not None
+    callbacks = trainer.callback_handler.callbacks
+    own = [
+        name
+        for name in ("training_step", "_prepare_inputs", "_clip_grad_norm")
+        if getattr(getattr(trainer, name, None), "__func__", None)
+        is not getattr(Trainer, name, None)
+    ]
+    amid = [
+        f"{type(one).__name__}.{name}"
+        for one, name in itertools.product(callbacks, ("on_substep_end", "on_pre_optimizer_step"))
+        if getattr(type(one), name) is not getattr(TrainerCallback, name)
+    ]
     refused = {
-        f"{type(trainer).__name__}.training_step would not run: override compute_loss": (
-            type(trainer).training_step is not Trainer.training_step
+        f"{type(trainer).__name__}.{', '.join(own)} would not run: override compute_loss": bool(
+            own
+        ),
+        f"{', '.join(amid)} would find the updates done: use on_step_begin or on_step_end": (
+            bool(amid)
         ),
         "torch_compile=True and Budget compile the model a second time: leave them out": (
-            args.torch_compile
-            or any(isinstance(one, Budget) for one in trainer.callback_handler.callbacks)
+            args.torch_compile or any(isinstance(one, Budget) for one in callbacks)
         ),
         "fp16=True scales the loss, and skips steps: use bf16=True": accelerator.scaler is not None,
         f"optim={args.optim} updates in the backward: use another": "lomo" in args.optim,

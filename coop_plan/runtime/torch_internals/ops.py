@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from coop_plan.runtime.torch_internals.fakes import unset_fake_temporarily
 
 __all__ = ["OpOverload", "tree_flatten", "tree_map", "tree_unflatten"]
 
@@ -18,6 +21,19 @@ MERSENNE_TWISTER_OFFSETS = (24, 8, 16)
 Assumed: the state begins as `CPUGeneratorImplStateLegacy` does (ATen/CPUGeneratorImpl.cpp): a seed
 of 64 bits, `left` and `seeded` of 32, `next` of 64, the words, each in 64.
 """
+
+
+def norm_order(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Positions of tensors in the order in which `torch.nn.utils.get_total_norm` adds their norms.
+
+    It groups them by device and dtype, in no order of its own.
+    """
+    with unset_fake_temporarily():
+        empty: list[torch.Tensor | None] = [
+            torch.empty(0, dtype=one.dtype, device=one.device) for one in tensors
+        ]
+        groups = _group_tensors_by_device_and_dtype([empty], with_indices=True)
+    return [at for _, positions in groups.values() for at in positions]
 
 
 def tensor_versions(values: Sequence[object]) -> list[int]:

@@ -4,13 +4,17 @@ Python code of a signal's handler runs between any two ops of the main thread. I
 saves the parameters, it must find those of before or of after the iteration.
 """
 
+import ctypes
+import inspect
 import signal
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, Self
 
 from coop_plan.runtime.errors import PartlyUpdatedError
+
+_sigaction = ctypes.CDLL(None).sigaction
 
 
 class AllOrNone(AbstractContextManager["AllOrNone", None]):
@@ -23,12 +27,19 @@ class AllOrNone(AbstractContextManager["AllOrNone", None]):
     """
 
     def __init__(self, finish: Callable[[], None]) -> None:
+        self.is_running = False
+        """True from the begin of the call until its updates are done."""
         self._finish = finish
         self._updates = 0
         self._begun = 0
         self._ended = 0
         self._handlers: dict[int, Any] = {}
         self._noted: set[int] = set()
+        self._over = False
+
+    def __enter__(self) -> Self:
+        self.is_running = True
+        return self
 
     def begin(self, updates: int) -> None:
         """Begin one of the updates of a plan."""
@@ -37,7 +48,7 @@ class AllOrNone(AbstractContextManager["AllOrNone", None]):
                 handler = signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
-                    signal.signal(number, lambda number, _: self._noted.add(number))
+                    _exchange(number, self._note)
         self._updates = updates
         self._begun += 1
 
@@ -46,11 +57,11 @@ class AllOrNone(AbstractContextManager["AllOrNone", None]):
         self._ended += 1
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.is_running = False
         with ExitStack() as last:  # which goes on if a handler raises
             for number in self._handlers:
-                last.callback(self._raise_noted, number)
-            for number, handler in self._handlers.items():
-                last.callback(signal.signal, number, handler)
+                last.callback(self._run_noted, number)
+            last.callback(self._restore)
             if self._begun == 0:
                 return
             if self._ended == self._updates:
@@ -62,6 +73,26 @@ class AllOrNone(AbstractContextManager["AllOrNone", None]):
                     " checkpoint, and continue from it"
                 ) from error
 
-    def _raise_noted(self, number: int) -> None:
+    def _note(self, number: int, frame: Any) -> None:
+        if self._over:  # a handler raised amid `_restore`
+            self._handlers[number](number, frame)
+        else:
+            self._noted.add(number)
+
+    def _restore(self) -> None:
+        self._over = True
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._note:  # else a hook installed another
+                _exchange(number, handler)
+
+    def _run_noted(self, number: int) -> None:
         if number in self._noted:
-            signal.raise_signal(number)
+            self._handlers[number](number, inspect.currentframe())
+
+
+def _exchange(number: int, handler: Any) -> None:
+    """Exchange Python's handler, and leave the action that C code or `siginterrupt` has set."""
+    action = ctypes.create_string_buffer(256)  # no smaller than C's
+    _sigaction(number, None, action)
+    signal.signal(number, handler)
+    _sigaction(number, action, None)

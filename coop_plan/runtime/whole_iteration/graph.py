@@ -26,7 +26,7 @@ from coop_plan.runtime.torch_internals.joint_graphs import (
     plain_outputs,
     tangent_output,
 )
-from coop_plan.runtime.torch_internals.ops import OpOverload
+from coop_plan.runtime.torch_internals.ops import OpOverload, norm_order
 from coop_plan.runtime.variants.inplace_outputs import overwritable_arguments
 
 aten = torch.ops.aten
@@ -234,7 +234,9 @@ class _Builder:
 
     def _clip(self, gradients: dict[int, fx.Node], limit: float) -> fx.Node:
         """Scale the gradients as `clip_grad_norm_` does without `foreach`; returns their norm."""
-        norms = [self._call(aten.linalg_vector_norm.default, g, 2.0) for g in gradients.values()]
+        nodes = [*gradients.values()]
+        order = norm_order([node.meta["val"] for node in nodes])
+        norms = [self._call(aten.linalg_vector_norm.default, nodes[at], 2.0) for at in order]
         stacked = self._call(aten.stack.default, norms)
         total = self._call(aten.linalg_vector_norm.default, stacked, 2.0)
         above = self._call(aten.add.Tensor, total, NORM_EPSILON)

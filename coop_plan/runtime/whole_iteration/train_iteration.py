@@ -153,11 +153,15 @@ class TrainIteration:
         """
         if not batches:
             raise RuntimeRefusalError("train_iteration needs a micro-batch: iteration(batch)")
+        if self._all_or_none.is_running:
+            raise RuntimeRefusalError(
+                "train_iteration was called within itself, as by a handler of a signal, or by two"
+                " threads: call it after the call that runs"
+            )
         _refuse_ranks()
-        self._updates.begin()
-        before, self._batches = self._iterations, len(batches)
-        self._all_or_none = AllOrNone(self._finish)
-        with self._all_or_none, torch.enable_grad():
+        with AllOrNone(self._finish) as self._all_or_none, torch.enable_grad():
+            self._updates.begin()
+            before, self._batches = self._iterations, len(batches)
             losses = [_scalar(loss).detach() for loss in self._losses(*batches)]
         if self._iterations == before:
             raise RuntimeRefusalError(
