@@ -133,6 +133,7 @@ def test_updates_on_the_host_never_cost_more_and_never_need_more_memory(graph, o
     fixed = without_updates(graph)
     least, less = (plan(g, "min", **fields) for g in (fixed, graph))
     assert less.peak_bytes <= least.peak_bytes
+    assert less.budget_bytes == less.peak_bytes
     assert budget_lower_bound(Problem.from_graph(graph, 1, outputs)) <= less.peak_bytes
     high = keep_all_peak(graph, PlanOptions.given("min", fields))
     budget = max(1, least.peak_bytes + (high - least.peak_bytes) * share // 10)

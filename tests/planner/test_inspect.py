@@ -13,6 +13,7 @@ from coop_plan.planner.inspect.explain import Price, explain, price_list, slopes
 from coop_plan.planner.options import PlanOptions
 from coop_plan.schemas import Compute, Free, Prefetch, TensorRead, Write, load_graph, parse_graph
 from tests.strategies import graphs
+from tests.planner.test_host_updates import iteration
 from tests.support import make_graph, make_plan
 
 ROOT = Path(__file__).parents[2]
@@ -220,6 +221,15 @@ def test_prices_end_with_the_smallest_budget_and_slopes_are_between_neighbours()
     assert prices[0] == Price(made.peak_bytes, 0.0)
     assert all(a.budget_bytes > b.budget_bytes for a, b in itertools.pairwise(prices))
     assert slopes([Price(100, 0.0), Price(50, 0.1), Price(20, None)]) == [0.1 / 50, None]
+
+
+def test_the_first_price_is_of_the_method():
+    """Updates on the host cost less than keep-everything at its own peak."""
+    graph = iteration()
+    peak = plan(graph, "min", method="keep-all", alignment=1).peak_bytes
+    first, *_ = price_list(graph, PlanOptions.of({"budget": "min", "alignment": 1}), peak)
+    assert first == Price(peak, plan(graph, peak, alignment=1).overhead)
+    assert first.overhead < 0
 
 
 def test_a_buffer_without_bytes_is_not_what_an_output_takes_over():
