@@ -232,6 +232,15 @@ def test_the_first_price_is_of_the_method():
     assert first.overhead < 0
 
 
+@pytest.mark.parametrize("budget", ["min", 8000])
+@pytest.mark.parametrize("host_us", [300.0, 5000.0])
+def test_the_map_ends_with_the_makespan(budget, host_us):
+    """Also where the step ends with a run on the host, or with a copy to a home."""
+    graph = iteration(host_us=host_us)
+    made = plan(graph, budget, alignment=1)
+    assert drawing(graph, made)["map"]["end_us"] == pytest.approx(made.cost_us)
+
+
 def test_a_buffer_without_bytes_is_not_what_an_output_takes_over():
     tensors = {0: ("input", 8), 4: ("output", 8)}
     tensors |= {1: ("activation", 100), 2: ("activation", 0), 3: ("activation", 100)}
