@@ -169,7 +169,7 @@ def test_no_rule_costs_less(graph, share):
 @given(entangled(), st.sampled_from(["min", "80%"]))
 @settings(max_examples=30)
 def test_updates_may_share_residents_with_other_ops(graph, budget):
-    """Each plan is good: such an update is on the host only where the others do not depend on it."""
+    """Each plan is good: an update is on the host only where the others do not depend on it."""
     try:
         made = plan(graph, budget, alignment=1)
     except InfeasibleBudgetError:

@@ -12,8 +12,8 @@ from coop_plan.planner.inspect.drawing import drawing
 from coop_plan.planner.inspect.explain import Price, explain, price_list, slopes
 from coop_plan.planner.options import PlanOptions
 from coop_plan.schemas import Compute, Free, Prefetch, TensorRead, Write, load_graph, parse_graph
-from tests.strategies import graphs
 from tests.planner.test_host_updates import iteration
+from tests.strategies import graphs
 from tests.support import make_graph, make_plan
 
 ROOT = Path(__file__).parents[2]
