@@ -18,6 +18,7 @@ from coop_plan.planner.inspect.drawing import drawing
 from coop_plan.schemas import load_graph
 from coop_plan.web import page as whole_page
 from tests.api.server import serving
+from tests.planner.test_host_updates import iteration
 
 playwright = pytest.importorskip("playwright.sync_api")
 
@@ -507,6 +508,18 @@ def test_phases_modules_and_engines_have_bands(page, tmp_path):
     view = replay_plan(EXAMPLE, made)
     copies = [m for m, moment in enumerate(view.moments) if moment.engine != "compute"]
     assert page.evaluate(f"{bands}.copies") == copies
+
+
+def test_updates_on_the_host_have_a_lane(page, tmp_path):
+    graph = iteration()
+    made = plan(graph, 8000, alignment=1)
+    view = replay_plan(graph, made)
+    assert any(moment.engine == "host" for moment in view.moments)
+    draw_plans(str(tmp_path / "map.html"), graph, {"on the host": made})
+    page.goto((tmp_path / "map.html").as_uri())
+    bands = "document.querySelector('canvas').map.bands"
+    lanes = ["compute", "to host", "from host", "on host"]
+    assert page.evaluate(f"{bands}.lanesUsed") == lanes
 
 
 def test_a_page_holds_whatever_a_name_contains(page, tmp_path):

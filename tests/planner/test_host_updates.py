@@ -19,6 +19,7 @@ from coop_plan.planner.planning import keep_all_peak
 from coop_plan.planner.verifier import find_faults
 from coop_plan.schemas import Compute, Device, Graph, Op, Tensor, Variant, fingerprint
 from coop_plan.schemas.fingerprint import tensor_order
+from tests.planner.reference import Machine
 from tests.planner.test_homes import FAST, movable
 from tests.strategies import COSTS, graphs
 from tests.support import edit
@@ -96,6 +97,21 @@ def iterations(draw):
     return graph.model_copy(made)
 
 
+@st.composite
+def entangled(draw):
+    """Iterations whose ops use residents of others, too; some are random."""
+    graph = iteration(draw(st.integers(2, 3)), host_us=draw(st.sampled_from([0.0, 300.0])))
+    other = st.sampled_from([tensor.id for tensor in graph.tensors if tensor.movable])
+    ops = []
+    for op in graph.ops:
+        more = draw(st.lists(other, max_size=1))
+        overwritten = [*op.mutates, *(more if op.mutates and draw(st.integers(0, 3)) == 0 else ())]
+        fields = {"inputs": op.inputs + more, "mutates": list(dict.fromkeys(overwritten))}
+        made = op.model_copy(fields | {"rng": draw(st.integers(0, 3)) == 0})
+        ops.append(on_host(made, op.variants[0].cost_us) if op.variants else made)
+    return graph.model_copy({"ops": ops})
+
+
 UPDATED = st.one_of(graphs_with_updates(), iterations())
 
 
@@ -117,6 +133,7 @@ def test_updates_on_the_host_never_cost_more_and_never_need_more_memory(graph, o
     fixed = without_updates(graph)
     least, less = (plan(g, "min", **fields) for g in (fixed, graph))
     assert less.peak_bytes <= least.peak_bytes
+    assert less.budget_bytes == less.peak_bytes
     assert budget_lower_bound(Problem.from_graph(graph, 1, outputs)) <= less.peak_bytes
     high = keep_all_peak(graph, PlanOptions.given("min", fields))
     budget = max(1, least.peak_bytes + (high - least.peak_bytes) * share // 10)
@@ -147,6 +164,20 @@ def test_no_rule_costs_less(graph, share):
     best = min((cost for cost in rules.values() if cost is not None), default=float("inf"))
     event(f"best: {[name for name, cost in rules.items() if cost == best]}")
     assert made.overhead <= best + 1e-9, rules
+
+
+@given(entangled(), st.sampled_from(["min", "80%"]))
+@settings(max_examples=30)
+def test_updates_may_share_residents_with_other_ops(graph, budget):
+    """Each plan is good: an update is on the host only where the others do not depend on it."""
+    try:
+        made = plan(graph, budget, alignment=1)
+    except InfeasibleBudgetError:
+        return
+    event(f"on the host: {bool(runs_on_host(made))}")
+    machine = Machine(graph, made)
+    assert machine.right
+    assert machine.clean
 
 
 def test_updates_on_the_host_need_no_memory_of_the_device():

@@ -12,6 +12,7 @@ from coop_plan.planner.inspect.drawing import drawing
 from coop_plan.planner.inspect.explain import Price, explain, price_list, slopes
 from coop_plan.planner.options import PlanOptions
 from coop_plan.schemas import Compute, Free, Prefetch, TensorRead, Write, load_graph, parse_graph
+from tests.planner.test_host_updates import iteration
 from tests.strategies import graphs
 from tests.support import make_graph, make_plan
 
@@ -220,6 +221,24 @@ def test_prices_end_with_the_smallest_budget_and_slopes_are_between_neighbours()
     assert prices[0] == Price(made.peak_bytes, 0.0)
     assert all(a.budget_bytes > b.budget_bytes for a, b in itertools.pairwise(prices))
     assert slopes([Price(100, 0.0), Price(50, 0.1), Price(20, None)]) == [0.1 / 50, None]
+
+
+def test_the_first_price_is_of_the_method():
+    """Updates on the host cost less than keep-everything at its own peak."""
+    graph = iteration()
+    peak = plan(graph, "min", method="keep-all", alignment=1).peak_bytes
+    first, *_ = price_list(graph, PlanOptions.of({"budget": "min", "alignment": 1}), peak)
+    assert first == Price(peak, plan(graph, peak, alignment=1).overhead)
+    assert first.overhead < 0
+
+
+@pytest.mark.parametrize("budget", ["min", 8000])
+@pytest.mark.parametrize("host_us", [300.0, 5000.0])
+def test_the_map_ends_with_the_makespan(budget, host_us):
+    """Also where the step ends with a run on the host, or with a copy to a home."""
+    graph = iteration(host_us=host_us)
+    made = plan(graph, budget, alignment=1)
+    assert drawing(graph, made)["map"]["end_us"] == pytest.approx(made.cost_us)
 
 
 def test_a_buffer_without_bytes_is_not_what_an_output_takes_over():

@@ -96,7 +96,7 @@ def _with_host_updates(low: Lowered, steps: list[Step]) -> list[Step]:
     """The steps with each update on the host as early as its gradient and its homes allow.
 
     That is after the offload of its gradient begins, and after the last prefetch from a home that
-    it overwrites has ended.
+    it uses has ended.
     """
     tensor: dict[int, int] = {}
     sent: dict[int, tuple[int, int]] = {}  # by gradient the step of its offload, and its buffer
@@ -119,7 +119,7 @@ def _with_host_updates(low: Lowered, steps: list[Step]) -> list[Step]:
     after: dict[int, list[tuple[int, Step]]] = {}
     for update in low.updates:
         at, buffer = sent[update.gradient]
-        last = max([at, *(fetched[t] for t in update.overwritten if t in fetched)])
+        last = max([at, *(fetched[t] for t in update.residents if t in fetched)])
         reads = [buffer if t == update.gradient else TensorRead(tensor=t) for t in update.inputs]
         run = Compute(op=update.op, variant=update.variant, reads=reads, writes=[])
         after.setdefault(last, []).append((at, run))

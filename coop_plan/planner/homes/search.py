@@ -118,8 +118,8 @@ class HomeSearch:
         while least < budget and not self.request.out_of_time():
             found = self._plan(self.order, updates, least, np.inf, self.request)
             if found is not None:
-                bound = budget_lower_bound(self.problem)
-                return found.model_copy({"budget_lower_bound_bytes": bound})
+                figures = {"budget_lower_bound_bytes": budget_lower_bound(self.problem)}
+                return found.model_copy(figures | {"budget_bytes": found.peak_bytes})
             least += max(1, least // 64)
         return None
 

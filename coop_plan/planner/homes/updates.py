@@ -27,8 +27,9 @@ class HostUpdate:
 def host_updates(problem: Problem) -> list[HostUpdate]:
     """The updates of a graph that the search may run on the host, in program order.
 
-    Each reads one gradient, which only such updates read. It is the only op that overwrites its
-    residents, the last one that uses them, and of the updates on the host the only one.
+    Each is not random and reads one gradient, which only such updates read. No other op overwrites
+    its residents. It is the last op that uses those it overwrites, and of the updates on the host
+    the only one.
     """
     graph = problem.graph
     index = {tensor.id: t for t, tensor in enumerate(graph.tensors)}
@@ -36,11 +37,12 @@ def host_updates(problem: Problem) -> list[HostUpdate]:
     for position in problem.host_ops:
         found = _update(problem, graph.ops[position], index)
         if found is not None and all(
-            problem.consumers[index[t]][-1] == position
-            and problem.overwriters[index[t]] == [position]
-            for t in found.overwritten
+            problem.overwriters.get(index[t], []) == [position] * (t in found.overwritten)
+            for t in found.residents
         ):
-            updates.append(found)
+            last = (problem.consumers[index[t]][-1] for t in found.overwritten)
+            if all(user == position for user in last):
+                updates.append(found)
     while True:  # an update that is left out may order others
         readers = Counter(update.gradient for update in updates)
         users = Counter(t for update in updates for t in update.residents)
@@ -63,7 +65,7 @@ def _update(problem: Problem, op: Op, index: dict[int, int]) -> HostUpdate | Non
         rest = {*variant.inputs} - {*residents}
         usable = variant.engine == "host" and not variant.approximate and len(rest) == 1
         gradient = min(rest, default=-1)
-        if not usable or not problem.movable[index[gradient]] or not op.mutates:
+        if not usable or not problem.movable[index[gradient]] or not op.mutates or op.rng:
             continue
         if not problem.is_output[index[gradient]] and {*op.mutates} <= {*residents}:
             figures = op.id, variant.name, variant.cost_us, variant.inputs

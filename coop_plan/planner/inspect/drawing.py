@@ -24,7 +24,6 @@ def drawing(graph: Graph, plan: Plan, title: str = "") -> dict[str, Any]:
 
 
 def _map(graph: Graph, plan: Plan, view: PlanView) -> dict[str, Any]:
-    runs = [moment for moment in view.moments if moment.engine in ("compute", "host")]
     return {
         "offset": [rectangle.offset for rectangle in view.rectangles],
         "size": [rectangle.bytes for rectangle in view.rectangles],
@@ -40,7 +39,7 @@ def _map(graph: Graph, plan: Plan, view: PlanView) -> dict[str, Any]:
         "runs": _latest_runs(view),
         "begin_us": [round(moment.begin_us, 3) for moment in view.moments],
         "done_us": [round(moment.end_us, 3) for moment in view.moments],
-        "end_us": max((moment.end_us for moment in runs), default=0.0),
+        "end_us": max((moment.end_us for moment in view.moments), default=0.0),
         "peak": view.peak,
         "arena": plan.arena_bytes,
         "budget": plan.budget_bytes,

@@ -176,10 +176,10 @@ def price_list(
 
     The list ends at the first budget that the method cannot meet, after the smallest that it can.
     """
-    found = [Price(peak_bytes, 0.0)]
-    shares = (0.9, 0.8, 0.7, 0.6, 0.5)
+    found: list[Price] = []
+    shares = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
     for number, share in enumerate(shares):
-        budget = int(peak_bytes * share)
+        budget = peak_bytes if share == 1 else int(peak_bytes * share)
         if progress is not None:
             progress(Progress(f"price of {share:.0%} of the peak", number / len(shares)))
         if budget == 0:
@@ -188,7 +188,7 @@ def price_list(
             made = plan(graph, replace(options, budget_=budget))
         except InfeasibleBudgetError:
             least = plan(graph, replace(options, budget_="min"))
-            if least.budget_bytes < found[-1].budget_bytes:
+            if not found or least.budget_bytes < found[-1].budget_bytes:
                 found.append(Price(least.budget_bytes, least.overhead))
             found.append(Price(budget, None))
             break
