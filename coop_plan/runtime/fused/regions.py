@@ -238,7 +238,7 @@ def _merge_equal(graph: fx.Graph, forward: set[fx.Node]) -> None:
         arguments = fx.node.map_arg((node.args, node.kwargs), firsts.__getitem__)
         of = _half_of(node, forward) if fusible else None
         first = firsts[node] = equal.setdefault((node.target, repr(arguments), of), node)
-        if fusible and node in kept:
+        if fusible and node in kept and not is_creation(node):
             one = merged.setdefault(first, node)
             if one is not node:
                 node.replace_all_uses_with(one)
