@@ -9,7 +9,7 @@ USED, EVENTS, WRITES, STAMP = range(4)
 # Lengths of lists; last position at which the pool is used; length of TO_CHECK.
 LARGE_COUNT, SMALL_COUNT, DIRTY_COUNT, POOL_COUNT, POOL_UNTIL, CHECK_COUNT = range(4, 10)
 POOL_SMALL = 10
-"""Whether the pool has small tensors."""
+"""1 if the pool has small tensors."""
 
 # Rows of `EvictionState.tensor`: live; produced before; pins; evictable; index in `Arrays.uses` of
 # the next use; position at which an evicted tensor is needed; closure or next use out of date;
