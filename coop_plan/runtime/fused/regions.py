@@ -217,6 +217,7 @@ def _merge_equal(graph: fx.Graph, forward: set[fx.Node]) -> None:
     Layers often make the same mask, each for itself. One of the results is live anyway from the
     first op to the last reader. A result that the backward is not given would be live longer than
     in the kernels of its readers. Results of the step stay apart: the caller may write to them.
+    So do creations, which cost nothing.
     """
     output = next(iter(reversed(graph.nodes)))
     returned = {storage_of(value) for value in output.all_input_nodes}
