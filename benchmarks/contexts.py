@@ -10,6 +10,7 @@ A100. Exits 1 if a context does not fit.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -52,17 +53,22 @@ class LoraLinear(nn.Module):
         return self.base(x) + F.linear(F.linear(x, self.down), self.up)  # type: ignore[no-any-return]
 
 
+def plain(inputs: int, outputs: int) -> nn.Module:
+    """A linear layer that is trained."""
+    return nn.Linear(inputs, outputs, bias=False)
+
+
 class Layer(nn.Module):
     """A layer of Llama 3 with grouped keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, linear: Callable[[int, int], nn.Module]) -> None:
         super().__init__()
         size = WIDTH // HEADS
         self.norms = nn.ModuleList([RMSNorm(WIDTH), RMSNorm(WIDTH)])
-        self.query, self.out = LoraLinear(WIDTH, WIDTH), LoraLinear(WIDTH, WIDTH)
-        self.key, self.value = (LoraLinear(WIDTH, KEYS * size) for _ in range(2))
-        self.gate, self.wide = LoraLinear(WIDTH, HIDDEN), LoraLinear(WIDTH, HIDDEN)
-        self.narrow = LoraLinear(HIDDEN, WIDTH)
+        self.query, self.out = linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
+        self.key, self.value = (linear(WIDTH, KEYS * size) for _ in range(2))
+        self.gate, self.wide = linear(WIDTH, HIDDEN), linear(WIDTH, HIDDEN)
+        self.narrow = linear(HIDDEN, WIDTH)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         normed = self.norms[0](x)
@@ -84,17 +90,15 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Llama(nn.Module):
-    """Llama 3.1 8B with LoRA; returns the loss of a text."""
+    """Llama 3.1 8B in bf16; returns the loss of a text. All parameters are trained."""
 
-    def __init__(self) -> None:
+    def __init__(self, linear: Callable[[int, int], nn.Module] = plain) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer(linear) for _ in range(LAYERS))
         self.norm = RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.to(torch.bfloat16)
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_(name.endswith((".down", ".up")))
 
     def forward(self, ids: Tensor) -> Tensor:
         size = WIDTH // HEADS
@@ -110,6 +114,14 @@ class Llama(nn.Module):
 
 def llama_8b(batch: int, length: int) -> Any:
     """Llama 3.1 8B with LoRA over 4-bit weights."""
+    model = Llama(LoraLinear)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith((".down", ".up")))
+    return model, (torch.randint(0, 100, (batch, length)),)
+
+
+def whole_llama_8b(batch: int, length: int) -> Any:
+    """Llama 3.1 8B, all of whose parameters are trained."""
     return Llama(), (torch.randint(0, 100, (batch, length)),)
 
 

@@ -78,6 +78,16 @@ COLUMNS = (*PARTS, "context", "as it is", "smallest", "card", "overhead")
     metavar="PERCENT",
     help="Memory that PyTorch's allocator reserves beyond what is allocated.",
 )
+@click.option(
+    "--iteration",
+    is_flag=True,
+    help="Also plan the iteration with its updates, as train_iteration does; needs --optimizer.",
+)
+@click.option(
+    "--link",
+    metavar="RATE",
+    help="Parameters and states of that plan may move to the host at this bandwidth, as 25GB/s.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def fit(target: str, devices: str, margin: float, as_json: bool, **options: Any) -> None:
     """Estimate whether a training step fits on devices that this machine does not have.
@@ -146,6 +156,8 @@ def _print(row: dict[str, Any], width: int, first: bool) -> None:
     )
     click.echo(_line(row["device"], width, cells))
     click.echo(f"  {_advice(row)}")
+    if row["iteration"]:
+        click.echo(f"  {_of_iteration(row)}")
     if row["shards"]:
         held = format_bytes(row["shard_bytes"])
         click.echo(
@@ -168,6 +180,24 @@ def _print(row: dict[str, Any], width: int, first: bool) -> None:
         ]
         if texts:
             click.echo(f"  largest {size}: {', '.join(texts)} of overhead")
+
+
+def _of_iteration(row: dict[str, Any]) -> str:
+    """The plans of the whole iteration, and what the runtime cannot run of them."""
+    least, within = row["iteration"]["smallest"], row["iteration"]["within"]
+    link = f", link {row['link']}" if row["link"] else ""
+    text = f"whole iteration in one plan{link}: smallest {format_bytes(least['peak_bytes'])}"
+    if within is None:
+        return f"{text}; no plan within the card"
+    number, rate = within["samples_per_s"], "samples/s"
+    if row["length"]:
+        number, rate = number * row["length"], "tokens/s"
+    text += f"; on the card {within['overhead']:.2%} of overhead, {number:.4g} {rate}"
+    if within["host_bytes"]:
+        text += f", {format_bytes(within['host_bytes'])} on the host"
+        if row["context_bytes"]:
+            text += " (a plan alone: on CUDA the runtime keeps parameters on the device)"
+    return text
 
 
 def _line(name: str, width: int, cells: Sequence[str]) -> str:

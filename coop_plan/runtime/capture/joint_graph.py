@@ -137,7 +137,7 @@ def capture_joint(
         static_inputs: positions of the primals that are parameters or buffers.
         name: of the graph.
         model: cost model of an absent device; without one, ops are measured.
-        variants: passes that add variants of ops; not run with a `model`.
+        variants: passes that add variants of ops.
         fuse: a pass (`fused.regions.fuse_regions`) that replaces ops by fused regions.
 
     Raises:
@@ -146,8 +146,7 @@ def capture_joint(
     began, measured = time.perf_counter(), measured_ops()
     largest_measurement()  # forgets earlier ones
     complete_collectives(module)
-    passes = variants if model is None else None
-    for rewrite in passes.rewrites if passes else ():
+    for rewrite in variants.rewrites if variants else ():
         rewrite(module)
     _bind_objects(module)
     _add_tangents_last(module)
@@ -161,7 +160,7 @@ def capture_joint(
     add_updates(module, outputs, num_fwd_outputs, static_inputs)
     gradients = outputs[num_fwd_outputs:]
     trained = {i for i, gradient in enumerate(gradients) if gradient is not None}
-    overwritable = passes.overwritable_arguments if passes else None
+    overwritable = variants.overwritable_arguments if variants else None
     builder = GraphBuilder(module, device, set(static_inputs), trained, model, overwritable)
     measured_on_cuda = device.type == "cuda" and model is None
     with cuda.without_cudnn_benchmark() if measured_on_cuda else contextlib.nullcontext():
@@ -172,7 +171,7 @@ def capture_joint(
             builder.visit(node)
         _copy_shared_gradients(module, builder, outputs, num_fwd_outputs)
         table = VariantTable(builder)
-        for add_variants in passes.additions if passes else ():
+        for add_variants in variants.additions if variants else ():
             add_variants(builder, table)
     device_document = _device_document(device) if model is None else model.device_document()
     if measured_on_cuda:

@@ -31,6 +31,7 @@ class DeviceSpec(Model, frozen=True, kw_only=True):
             PyTorch allows it. Other dtypes run as float32.
         bytes_per_s: memory bandwidth.
         link_bytes_per_s: bandwidth to the host, each way; 0: no link.
+        host_bytes_per_s: memory bandwidth of the host, where updates may run; 0: they may not.
         launch_us: least time of an op.
         matmul_share, convolution_share, attention_share, memory_share: fraction of the peak that
             ops of a class reach.
@@ -47,6 +48,7 @@ class DeviceSpec(Model, frozen=True, kw_only=True):
     flops: dict[str, Rate]
     bytes_per_s: Rate
     link_bytes_per_s: Annotated[float, Meta(ge=0, le=1e18)] = 0.0
+    host_bytes_per_s: Annotated[float, Meta(ge=0, le=1e18)] = 0.0
     launch_us: Annotated[float, Meta(ge=0, le=1e6)] = 3.0
     matmul_share: Share = 0.75
     convolution_share: Share = 0.5

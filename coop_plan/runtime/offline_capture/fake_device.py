@@ -44,7 +44,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     The states of `optimizer` are in the captured graph (`optimizer_state`) unless `states` is false
     or `eager` true; that counts an eager iteration. Graphs are captured over each of `kernels`,
     and with `chunks` one with heads in chunks, if they are the largest ops. If it `accumulates`,
-    earlier micro-batches have left gradients.
+    earlier micro-batches have left gradients. In an `iteration` updates of `optimizer` are ops.
     """
 
     target: str
@@ -57,6 +57,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     kernels: tuple[Kernels, ...] = ("eager",)
     accumulates: bool = False
     chunks: bool = False
+    iteration: bool = False
 
 
 class CaptureResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,6 +251,8 @@ def _capture(request: CaptureRequest) -> CaptureResponse:
 
     optimizer = request.optimizer
     in_backward = optimizer is not None and optimizer.update == "backward"
+    adjusted = not request.iteration and (in_backward or request.accumulates)
+    wanted = request.iteration or (request.states and log is None)
 
     def environment(captured: CapturedJoint) -> MemoryEnvironment:
         if in_backward:
@@ -264,10 +267,11 @@ def _capture(request: CaptureRequest) -> CaptureResponse:
                 args,
                 name=request.target.rpartition(":")[2],
                 model=model,
-                optimizer=optimizer if request.states and log is None else None,
-                environment=environment if in_backward or request.accumulates else None,
+                optimizer=optimizer if wanted else None,
+                environment=environment if adjusted else None,
                 kernels=request.kernels,
                 chunks=request.chunks,
+                iteration=request.iteration,
             )
         finally:
             gc.enable()

@@ -5,7 +5,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from coop_plan.planner import Progress
+from coop_plan.planner import Progress, plan
 from coop_plan.planner.fit import Budgeting, Largest, largest_sizes
 from coop_plan.planner.fit import fit as plans_of
 from coop_plan.planner.progress import Work
@@ -14,7 +14,7 @@ from coop_plan.runtime.kernels import GraphKind, Kernels
 from coop_plan.runtime.offline_capture import devices as device_files
 from coop_plan.runtime.offline_capture import fake_device
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
-from coop_plan.schemas import Graph, InvalidInputError, Plan
+from coop_plan.schemas import Graph, InvalidInputError, Plan, parse_rate
 
 LIMITS = {"5%": 0.05, "10%": 0.10}
 """Limits of overhead for the largest batches, by name."""
@@ -31,13 +31,14 @@ UNKNOWN = (
     "within",
     "first_call_bytes",
     "shard_bytes",
+    "iteration",
 )
 """Figures that are None if the device has an error."""
 
 Sizes = Mapping[str, int | None]
 """Arguments `batch` and `length` of the user's function."""
 
-Capture = Callable[[Sizes, bool], fake_device.Captured]
+Capture = Callable[..., fake_device.Captured]
 """Captures the step at some sizes; the second argument asks for eager PyTorch's memory."""
 
 
@@ -58,6 +59,8 @@ def fit(
     shards: int | None = None,
     kernels: Kernels = "eager",
     accumulate: bool = False,
+    iteration: bool = False,
+    link: str | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The figures of a training step on each device, as in `coop-plan fit --json`.
 
@@ -78,13 +81,17 @@ def fit(
         shards: also count a rank of so many that share weights, gradients and states.
         accumulate: gradients of several micro-batches add up before the optimizer's step.
         kernels: "fused" plans the step over fused regions, too, and takes the better plan.
+        iteration: also plan the iteration as `train_iteration` does, with updates in the plan.
+        link: bandwidth in each direction of a link over which parameters and states of this plan
+            may move between device and host, such as "25GB/s".
 
     With the largest product of classes and its loss in chunks, plans are those of chunks whose bits
     only the device can check (`head_in_chunks`).
 
     Raises:
-        InvalidInputError: options of an optimizer without one, `lengths` without a length, or
-            gradients that add up or are clipped, and are freed in the backward.
+        InvalidInputError: options of an optimizer without one, `lengths` without a length,
+            gradients that add up or are clipped, and are freed in the backward, `link` without
+            `iteration`, or that with fused kernels, gradients that add up or an average.
     """
     if lengths and length is None:
         raise InvalidInputError("the largest lengths are searched from a first one: give --length")
@@ -94,6 +101,14 @@ def fit(
         )
     if accumulate and update == "backward":
         raise InvalidInputError("an update in the backward frees the gradients: they cannot add up")
+    if iteration and (optimizer is None or kernels == "fused" or accumulate or ema):
+        raise InvalidInputError(
+            "a whole iteration has an optimizer, one micro-batch and eager kernels, and no average"
+        )
+    if link is not None:
+        if not iteration:
+            raise InvalidInputError("a link is that of a whole iteration: ask for one")
+        parse_rate(link)
     if clip_norm and update == "backward":
         raise InvalidInputError("an update in the backward precedes the norm of all gradients")
     spec = optimizer and OptimizerSpec(
@@ -110,12 +125,18 @@ def fit(
         "ema": ema,
         "clip_norm": clip_norm,
         "accumulate": accumulate,
+        "link": link,
     }
     kinds: tuple[Kernels, ...] = ("eager", "fused") if kernels == "fused" else ("eager",)
     with fake_device.OfflineCapture() as captures:
 
         def capture(
-            name: str, there: device_files.DeviceSpec, sizes: Sizes, eager: bool
+            name: str,
+            there: device_files.DeviceSpec,
+            sizes: Sizes,
+            eager: bool,
+            *,
+            whole: bool = False,
         ) -> fake_device.Captured:
             work = Work()
             at = ", ".join(f"{size} {number}" for size, number in sizes.items() if number)
@@ -129,6 +150,7 @@ def fit(
                 kernels=kinds,
                 accumulates=accumulate,
                 chunks=True,
+                iteration=whole,
                 **sizes,
             )
             found = captures.capture(request)
@@ -136,12 +158,21 @@ def fit(
             return found
 
         for name in devices:
-            row = {"device": name, **question, "margin": margin, **dict.fromkeys(UNKNOWN)}
+            row: dict[str, Any] = {
+                "device": name,
+                **question,
+                "margin": margin,
+                **dict.fromkeys(UNKNOWN),
+            }
             row |= {"shards": shards, "largest": {}, "longest": {}, "error": None, "invalid": False}
             try:
                 there = device_files.device(name)
                 there_at = partial(capture, name, there)
                 row |= _figures_on(there, there_at, sizes, searched, margin, shards)
+                if iteration:
+                    graphs = there_at(sizes, False, whole=True).graphs
+                    available = row["available_bytes"]
+                    row["iteration"] = _iteration_figures(graphs, available, batch, link)
             except (InvalidInputError, RuntimeRefusalError) as error:
                 row |= {"error": str(error), "invalid": isinstance(error, InvalidInputError)}
             yield row
@@ -230,6 +261,35 @@ def _figures_on(
         except InvalidInputError as error:
             return figures | {"error": f"no largest {size}: {error}"}
     return figures
+
+
+def _iteration_figures(
+    graphs: Mapping[GraphKind, Graph], available: int, batch: int, link: str | None
+) -> dict[str, Any]:
+    """Plans of a whole iteration: of the smallest budget, and within the available bytes or None.
+
+    `host_bytes` hold parameters and states between their uses, and copies.
+    """
+    budget = Budgeting(available, link=0 if link is None else parse_rate(link))
+
+    def of(kind: GraphKind, made: Plan) -> dict[str, Any]:
+        return {
+            "peak_bytes": made.peak_bytes,
+            "overhead": made.overhead,
+            "cost_us": made.cost_us,
+            "samples_per_s": batch / max(made.cost_us * 1e-6, 1e-12),
+            "host_bytes": made.host_arena_bytes,
+            "head_in_chunks": kind == "chunked",
+        }
+
+    found = [(kind, plan(graph, "min", link=budget.link)) for kind, graph in graphs.items()]
+    least = min((of(*each) for each in found), key=itemgetter("peak_bytes", "cost_us"))
+    within = [(kind, budget.plan(graph)) for kind, graph in graphs.items()]
+    planned = [of(kind, made) for kind, made in within if made is not None]
+    best = min(planned, key=itemgetter("cost_us", "peak_bytes"), default=None)
+    if best is None and least["peak_bytes"] <= available:
+        best = least
+    return {"smallest": least, "within": best}
 
 
 def _whole_budget(made: Plan) -> Plan:

@@ -140,9 +140,9 @@ class Roofline:
             cost = max(self.cost_us(work), self.spec.launch_us * region.kernels)
         return OpProfile(cost, outputs, allocations, workspace, 0)
 
-    def _inner_ops(self, target: OpOverload, args: Sequence[Any]) -> "_InnerOps":
+    def _inner_ops(self, target: OpOverload, args: Sequence[Any]) -> "InnerOps":
         """Time and memory of the ops that an op consists of, which run on fake tensors."""
-        inner = _InnerOps(self)
+        inner = InnerOps(self)
         fake = next(value for value in args if isinstance(value, FakeTensor))
         with torch.no_grad(), fake.fake_mode, inner:
             COMPOSED_KERNELS[target](*args)
@@ -168,7 +168,7 @@ class Roofline:
         return self.spec.flops.get(name, self.spec.flops["float32"])
 
 
-class _InnerOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class InnerOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode that adds up the times of ops, and counts the memory that they allocate."""
 
     def __init__(self, model: Roofline) -> None:
@@ -177,7 +177,7 @@ class _InnerOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.cost_us = 0.0
         self.peak_bytes = 0
         self._live: dict[Hashable, tuple[int, weakref.ref[Any]]] = {}
-        self._bytes = 0
+        self.live_bytes = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -199,11 +199,11 @@ class _InnerOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def freed(_: object) -> None:
             del self._live[key]
-            self._bytes -= size
+            self.live_bytes -= size
 
         self._live[key] = size, weakref.ref(storage, freed)
-        self._bytes += size
-        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -19,6 +19,7 @@ from coop_plan.runtime.fused.compiled import compiled_ops, modelled_ops
 from coop_plan.runtime.fused.regions import fuse_regions
 from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment, under
 from coop_plan.runtime.kernels import GraphKind, Kernels
+from coop_plan.runtime.offline_capture.iteration import capture_iteration, with_updates
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
 from coop_plan.runtime.offline_capture.optimizer_state import with_optimizer_state
 from coop_plan.runtime.offline_capture.roofline import Roofline
@@ -176,6 +177,7 @@ def graphs_of(
     environment: Callable[[Captured], MemoryEnvironment] | None = None,
     kernels: Sequence[Kernels] = ("eager",),
     chunks: bool = False,
+    iteration: bool = False,
 ) -> dict[GraphKind, Graph]:
     """The profiled joint graphs of `step(*args, **kwargs)` by `kernels`; the step is not run.
 
@@ -183,6 +185,7 @@ def graphs_of(
     (`optimizer_state`). `variants` adds variants of ops, if there is no `model`. `environment`
     is of the captured step: none without it. With `chunks` a graph has the heads in chunks, if no
     other op needs as much memory as their logits; it is that of the smallest chunks, unchecked.
+    Graphs of an `iteration` have the updates of the `optimizer` as ops; this needs a `model`.
 
     Raises:
         CaptureError: a graph break, nothing that needs a gradient, or an op that cannot be planned.
@@ -203,17 +206,27 @@ def graphs_of(
         **__: Any,
     ) -> Any:
         static = static_lifetime_input_indices or ()
-        ways = VARIANT_PASSES if variants else None
+        ways = VARIANT_PASSES if variants and model is None else None
+
+        def prepared(module: fx.GraphModule) -> fx.GraphModule:
+            if not iteration:
+                return module
+            assert optimizer is not None and model is not None
+            return with_updates(module, num_fwd_outputs, optimizer, model)
 
         def capture_as(module: fx.GraphModule, fuse: Any = None) -> Captured:
+            if iteration:
+                assert optimizer is not None and model is not None
+                results = num_fwd_outputs + optimizer.clip_norm
+                return capture_iteration(module, results, static, name, model)
             return capture_joint(module, num_fwd_outputs, static, name, model, ways, fuse)
 
         def in_chunks() -> Captured | None:
             other = copy_of(joint)
-            return capture_as(other) if chunk_heads(other, checked=False) else None
+            return capture_as(prepared(other)) if chunk_heads(other, checked=False) else None
 
         for kind in kernels:
-            module = copy_of(joint)
+            module = prepared(copy_of(joint))
             heads = heads_of(module) if chunks and kind == "eager" else []
             found[kind] = capture_as(module, passes[kind])
             graph = ChunkedGraph.of(found[kind], heads, in_chunks)
@@ -255,7 +268,8 @@ def graphs_of(
     for kind, captured in found.items():
         if environment is not None:
             captured = under(captured, environment(captured))
-        made[kind] = with_optimizer_state(captured, optimizer) if optimizer else captured.graph
+        beside = None if iteration else optimizer
+        made[kind] = with_optimizer_state(captured, beside) if beside else captured.graph
     return made
 
 

@@ -31,6 +31,9 @@ from coop_plan.runtime.variants.inplace_outputs import overwritable_arguments
 
 aten = torch.ops.aten
 
+SUMS = (aten.add.Tensor, aten.mul.Tensor)
+"""Ops that add and scale gradients."""
+
 SCALAR = "return its loss alone, a tensor of one element"
 
 FORMATS = (
@@ -129,6 +132,7 @@ class _Builder:
                 if ranks.get(node) == rank:
                     self._emit(node, rank)
             self._placed[tangent] = self._call(aten.ones_like.default, self._placed[loss])
+            self._placed[tangent].meta["val"] = tangent.meta["val"]  # which views share
             last = {position: of[rank][-1] for position, of in terms.items() if rank in of}
             ends: dict[fx.Node, list[int]] = {}
             for position, node in last.items():
@@ -327,7 +331,7 @@ def overwritten_by_sums(
     target: OpOverload, args: Any, kwargs: Any, profile: OpProfile
 ) -> list[int]:
     """Arguments that a sum or a product may overwrite, as `.grad` is added to and clipped."""
-    if target not in (aten.add.Tensor, aten.mul.Tensor):
+    if target not in SUMS:
         return []
     return overwritable_arguments(target, args, kwargs, profile)
 
