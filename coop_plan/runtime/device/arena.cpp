@@ -490,6 +490,26 @@ PyObject* node_owners(PyObject*, PyObject* wrapper) {
   return PyLong_FromLong(owners);
 }
 
+// Opens a window of this thread, without an arena.
+PyObject* window_open(PyObject*, PyObject*) {
+  auto* window = new Window();
+  std::lock_guard<std::mutex> lock(mutex);
+  open(window, 0, false);
+  return PyLong_FromVoidPtr(window);
+}
+
+PyObject* window_close(PyObject*, PyObject* handle) {
+  auto* window = as<Window>(handle);
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    close(window);
+  }
+  PyObject* found = Py_BuildValue("LL", static_cast<long long>(window->peak),
+                                  static_cast<long long>(window->now));
+  delete window;
+  return found;
+}
+
 PyObject* record_begin(PyObject*, PyObject* cuda) {
   if (events == nullptr) events = new std::vector<Event>();
   events->clear();
@@ -581,6 +601,9 @@ PyMethodDef methods[] = {
      " recompute us, count and bytes of strays at the peak, bytes and line of the largest, the first"
      " occupied slot, the slot of the tensor in it (-1: of another step), its bytes"},
     {"node_owners", node_owners, METH_O, "(C++ autograd node) -> its reference count"},
+    {"window_open", window_open, METH_NOARGS, "-> handle of a window of this thread"},
+    {"window_close", window_close, METH_O,
+     "(handle) -> peak and change of the thread's bytes since it was opened"},
     {"record_begin", record_begin, METH_O, "(cuda): log this thread's allocations and frees."},
     {"record_end", record_end, METH_NOARGS, "-> [(is_alloc, pointer, bytes)]"},
     {"workers_peak", workers_peak, METH_NOARGS,
