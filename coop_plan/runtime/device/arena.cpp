@@ -428,6 +428,20 @@ PyObject* run_include(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+// Counts bytes allocated in the window of a run as if they had existed before all that followed a
+// moment, at which the window's peak was `peak`.
+PyObject* run_exclude(PyObject*, PyObject* args) {
+  PyObject* handle;
+  long long peak, bytes;
+  if (!PyArg_ParseTuple(args, "OLL", &handle, &peak, &bytes)) return nullptr;
+  Window& window = as<Run>(handle)->window;
+  std::lock_guard<std::mutex> lock(mutex);
+  window.before += bytes;
+  window.now -= bytes;
+  window.peak = std::max<int64_t>(peak, window.peak - bytes);
+  Py_RETURN_NONE;
+}
+
 // Ends the run and closes its window.
 PyObject* run_end(PyObject*, PyObject* handle) {
   Run* run = as<Run>(handle);
@@ -588,6 +602,8 @@ PyMethodDef methods[] = {
      "(run, slot numbers): let PyTorch's allocator serve these in this run."},
     {"run_include", run_include, METH_VARARGS,
      "(run, memory): count the bytes of an older memory as the run's."},
+    {"run_exclude", run_exclude, METH_VARARGS,
+     "(run, peak, bytes): do not count bytes that were allocated since the window had this peak."},
     {"run_end", run_end, METH_O, "Close the window of a run."},
     {"run_made", run_made, METH_VARARGS,
      "(run, addresses) -> positions of those allocated after its window was opened"},

@@ -328,6 +328,10 @@ class Run:
         """Count the bytes of a memory that existed before the last fresh `begin`."""
         memory.count_in(self._handle)
 
+    def exclude(self, size: int, since: Counters) -> None:
+        """Count `size` bytes that stay, allocated `since` these counters, as of before the step."""
+        self._ext.run_exclude(self._handle, since.process_bytes, size)
+
     def end(self) -> None:
         """Stop the counters."""
         self._ext.run_end(self._handle)

@@ -156,7 +156,10 @@ class Invocation:
         if position not in self.handed:
             return gradient
         self.compiled.arena.pause()
-        self.used[position] = accumulate_gradient(self.leaves[position], gradient)
+        before = self.run.counters()
+        use = self.used[position] = accumulate_gradient(self.leaves[position], gradient)
+        if use is not None and use.kept:  # an optimizer's states, resident for another reason
+            self.run.exclude(use.kept, before)
         return None
 
     def write_input(self, value: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:

@@ -409,8 +409,7 @@ class PlannedStep:
         if compiled is not self._compiled:  # the report describes a newer plan
             return
         self._measure(counters, invocation)
-        # States that an optimizer made in the hooks are resident for another reason.
-        peak = self.report.measured_peak_bytes - sum(use.kept for use in used.values() if use)
+        peak = self.report.measured_peak_bytes
         over = peak > self.report.budget_bytes + TOLERANCE
         if self._clock is not None:  # the counters have no peak there
             self._check.allocations(counters)

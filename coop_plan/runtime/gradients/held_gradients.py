@@ -150,9 +150,10 @@ class HeldGradients:
         self._kept |= now.consumed & (used.keys() - consumed.keys() | set(duplicated))
         twice = now.duplicated.union(duplicated)
         dead = now.consumed.union(consumed) - twice - self._kept
-        most = max((consumed[p] for p in consumed.keys() & dead), default=0)
-        hook_bytes = max(now.hook_bytes, most if self._captured.device.type == "cpu" else 0)
-        explained = twice != now.duplicated or dead < now.consumed or hook_bytes > now.hook_bytes
+        hook_bytes = now.hook_bytes
+        if (outside or dead != now.consumed) and self._captured.device.type == "cpu":
+            hook_bytes = max([hook_bytes, *(consumed[p] for p in consumed.keys() & dead)])
+        explained = twice != now.duplicated or now.consumed - dead or hook_bytes > now.hook_bytes
         self.environment = MemoryEnvironment(
             now.across_steps.difference(duplicated),
             twice,

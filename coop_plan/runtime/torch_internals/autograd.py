@@ -153,9 +153,8 @@ class WatchedHook:
         with counted_bytes() as counted:
             result = self.hook(leaf)
         del gradient
-        peak, change = counted
-        kept = max(0, change)
-        self.use = HookUse(leaf.grad is None, self.copied + peak - kept, kept)
+        peak, change = counted  # both without pages that an idle arena freed before
+        self.use = HookUse(leaf.grad is None, self.copied + peak - change, max(0, change))
         return result
 
 
