@@ -293,7 +293,6 @@ class Loop:
         peaks = []
         for i in numbers:
             x = torch.randn(batch, width, generator=torch.Generator().manual_seed(i))
-            gc.collect()
             reset_peak()
             step(x).backward()
             peaks.append(process_bytes()[1] - self.base - self.states())
@@ -323,20 +322,20 @@ def check_budget(caplog, kinds, width, batch, rule, micro, budget):
 
 
 @settings(
-    max_examples=3,
+    max_examples=6,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
 )
 @given(
-    kinds=st.lists(st.sampled_from(KINDS), min_size=2, max_size=7),
+    kinds=st.lists(st.sampled_from(KINDS), min_size=2, max_size=5),
     width=st.sampled_from([64, 128]),
-    batch=st.sampled_from([4, 64, 512]),
+    batch=st.sampled_from([4, 64, 256]),
     rule=st.sampled_from(sorted(RULES)),
     micro=st.sampled_from([1, 1, 2]),
     share=st.floats(0, 1),
 )
-@example(["linear"] * 6, 128, 512, "adamw", 1, 0.0)
+@example(["linear"] * 6, 128, 256, "adamw", 1, 0.0)
 @example(["turned", "norm", "wide", "tied", "tied"], 128, 4, "foreach adamw", 1, 0.0)
 @example(["linear", "norm", "wide"], 64, 64, "adam", 2, 0.5)
 def test_hooks_keep_to_any_budget(caplog, kinds, width, batch, rule, micro, share):
