@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from coop_plan.runtime.capture.sized_numbers import Numbers
-from coop_plan.runtime.device.arena import Memory, Run
+from coop_plan.runtime.device.arena import Memory, Run, counted_bytes
 from coop_plan.runtime.errors import StepSpentError
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.homes import Copy
@@ -157,7 +157,8 @@ class Invocation:
             return gradient
         self.compiled.arena.pause()
         before = self.run.counters()
-        use = self.used[position] = accumulate_gradient(self.leaves[position], gradient)
+        leaf = self.leaves[position]
+        use = self.used[position] = accumulate_gradient(leaf, gradient, counted_bytes)
         if use is not None and use.kept:  # an optimizer's states, resident for another reason
             self.run.exclude(use.kept, before)
         return None

@@ -16,7 +16,7 @@ import torch
 from coop_plan.planner import InfeasibleBudgetError
 from coop_plan.planner.planning import keep_all_peak
 from coop_plan.runtime.capture.joint_graph import Captured
-from coop_plan.runtime.device.arena import node_owners
+from coop_plan.runtime.device.arena import counted_bytes, node_owners
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.errors import BudgetExceededError
 from coop_plan.runtime.execute.find_plan import peak_in_eager, plan_for
@@ -124,7 +124,7 @@ class HeldGradients:
         """Hooks that were not yet observed to consume or keep these gradients, by position."""
         asked = self._consumable.keys() - self.environment.consumed - self._kept
         return {
-            p: watch_hooks(inputs[p], gradients[p])
+            p: watch_hooks(inputs[p], gradients[p], counted_bytes)
             for p in asked
             if inputs[p].is_leaf and has_only_post_hooks(inputs[p]) and gradients[p] is not None
         }

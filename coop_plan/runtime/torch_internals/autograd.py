@@ -6,6 +6,7 @@
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from torch import fx
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from coop_plan.runtime.device.arena import counted_bytes
 from coop_plan.runtime.torch_internals.dynamo_graphs import leaves_of
 
 
@@ -110,6 +110,10 @@ def accumulate_node(leaf: torch.Tensor) -> Any:
         return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
+CountBytes = Callable[[], AbstractContextManager[Sequence[int]]]
+"""Makes a context whose sequence has the peak and the change of its bytes at its end."""
+
+
 @dataclass(frozen=True)
 class HookUse:
     """What the hooks of a leaf did with its gradient in a backward.
@@ -133,8 +137,9 @@ class WatchedHook:
     too. `copied` are the bytes of the gradient's copy in the leaf's layout, if it needs one.
     """
 
-    def __init__(self, hook: Callable[[torch.Tensor], object]) -> None:
+    def __init__(self, hook: Callable[[torch.Tensor], object], count: CountBytes) -> None:
         self.hook = hook
+        self.count = count
         self.copied = 0
         self.use: HookUse | None = None
         self._skipped = -1  # autograd's graph task id
@@ -150,7 +155,7 @@ class WatchedHook:
 
     def _run(self, leaf: torch.Tensor) -> object:
         gradient = leaf.grad  # alive until the bytes are counted, with autograd as with ours
-        with counted_bytes() as counted:
+        with self.count() as counted:
             result = self.hook(leaf)
         del gradient
         peak, change = counted  # both without pages that an idle arena freed before
@@ -158,12 +163,12 @@ class WatchedHook:
         return result
 
 
-def watch_hooks(leaf: torch.Tensor, gradient: torch.Tensor) -> list[WatchedHook]:
+def watch_hooks(leaf: torch.Tensor, gradient: torch.Tensor, count: CountBytes) -> list[WatchedHook]:
     """Watch the post-accumulate hooks of a leaf that gets this gradient."""
     hooks: Any = leaf._post_accumulate_grad_hooks
     for key, hook in tuple(hooks.items()):
         if not isinstance(hook, WatchedHook):
-            hooks[key] = WatchedHook(hook)
+            hooks[key] = WatchedHook(hook, count)
         hooks[key].use = None
         hooks[key].copied = 0 if _has_strides_of(leaf, gradient) else leaf.nbytes
     return list(hooks.values())
@@ -185,13 +190,15 @@ def _has_strides_of(leaf: torch.Tensor, gradient: torch.Tensor) -> bool:
     return all(size <= 1 or wanted == stride for size, wanted, stride in strides)
 
 
-def accumulate_gradient(leaf: torch.Tensor, gradient: torch.Tensor) -> HookUse | None:
+def accumulate_gradient(
+    leaf: torch.Tensor, gradient: torch.Tensor, count: CountBytes
+) -> HookUse | None:
     """Set the gradient of a leaf that has none and call its hooks, as autograd does.
 
     Autograd does not call them again in the current backward. (torch/csrc/autograd/functions/
     accumulate_grad.h, cases 1.1 and 1.4, and utils/grad_layout_contract.h)
     """
-    hooks = watch_hooks(leaf, gradient)
+    hooks = watch_hooks(leaf, gradient, count)
     if _has_strides_of(leaf, gradient):
         leaf.grad = gradient.detach()
     else:
