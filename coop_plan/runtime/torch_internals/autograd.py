@@ -116,7 +116,7 @@ CountBytes = Callable[[], AbstractContextManager[Sequence[int]]]
 
 @dataclass(frozen=True)
 class HookUse:
-    """What the hooks of a leaf did with its gradient in a backward.
+    """Use of a gradient by the hooks of its leaf in a backward.
 
     Attributes:
         consumed: they left the leaf without its gradient.
@@ -158,7 +158,7 @@ class WatchedHook:
         with self.count() as counted:
             result = self.hook(leaf)
         del gradient
-        peak, change = counted  # both without pages that an idle arena freed before
+        peak, change = counted  # pages that an idle arena freed for them are in neither
         self.use = HookUse(leaf.grad is None, self.copied + peak - change, max(0, change))
         return result
 
