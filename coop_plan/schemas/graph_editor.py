@@ -1,6 +1,6 @@
 """Editor of graphs: changes tensors and ops, and returns a validated graph."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from coop_plan.schemas.graph import Graph, Op, Tensor
@@ -41,6 +41,16 @@ class GraphEditor:
         added = op if ids is None else renumbered(op, ids)
         self._ops.insert(len(self._ops) if at is None else at, added)
         self._added = True
+
+    def add_inputs(self, position: int, tensors: Sequence[int]) -> None:
+        """Let the op at a position, and its variants, also read these tensors."""
+        op = self._ops[position]
+        variants = [
+            variant.model_copy(update={"inputs": [*variant.inputs, *tensors]})
+            for variant in op.variants
+        ]
+        changes = {"inputs": [*op.inputs, *tensors], "variants": variants}
+        self._ops[position] = op.model_copy(update=changes)
 
     def graph(self) -> Graph:
         """The edited graph.

@@ -3,9 +3,12 @@
 import asyncio
 import ctypes
 import faulthandler
+import gc
+import itertools
 import os
 import signal
 import sys
+import threading
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -67,6 +70,38 @@ def calling(at, then):
     return profile
 
 
+def calls_of(run, *args):
+    """Number of the calls of functions that a function makes."""
+    counting = calling(-1, None)
+    sys.setprofile(counting)
+    run(*args)
+    sys.setprofile(None)
+    return counting.seen()
+
+
+def send_at_once(numbers):
+    """Send signals to this thread, of which each is there before a handler runs."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    for number in numbers:
+        signal.pthread_kill(threading.get_ident(), number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+
+def settled(run, levels=8):
+    """Run a function; handlers that raise after one another, on its way out, end with it."""
+    with suppress(Preempted):
+        settled(run, levels - 1) if levels else run()
+    with suppress(Preempted):
+        signal.pthread_sigmask(signal.SIG_BLOCK, ())  # runs handlers that an error left for later
+
+
+def handlers_raised(error):
+    """Errors of handlers, the first one first, as they propagated."""
+    while isinstance(error, Preempted):
+        yield error.args
+        error = error.__context__
+
+
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     optimizer=st.sampled_from(["momentum", "adamw", "muon-adamw"]),
@@ -76,6 +111,7 @@ def calling(at, then):
     percent=st.integers(0, 100),
 )
 @example("adamw", OPTIONS[0], {*SIGNALS}, True, 70)
+@example("adamw", OPTIONS[0], {signal.SIGINT, signal.SIGTERM}, True, 90)
 @example("adamw", OPTIONS[1], {*SIGNALS}, True, 70)
 def test_a_signal_at_any_call_finds_the_state_of_before_or_of_after(
     optimizer, options, numbers, raises, percent
@@ -85,10 +121,7 @@ def test_a_signal_at_any_call_finds_the_state_of_before_or_of_after(
     ours, theirs = Trained(optimizer, **options), Trained(optimizer, **options)
     for trained in (ours, theirs):
         trained.run(0)
-        counting = calling(-1, None)
-        sys.setprofile(counting)
-        trained.run(1)
-        sys.setprofile(None)
+        calls = calls_of(trained.run, 1)
     before = ours.state()
     theirs.run(2)
     after, sent, found = theirs.state(), [], []
@@ -104,7 +137,7 @@ def test_a_signal_at_any_call_finds_the_state_of_before_or_of_after(
             raise Preempted
 
     kept = {number: signal.signal(number, handler) for number in SIGNALS}
-    profile = calling(percent * counting.seen() // 100, send)
+    profile = calling(percent * calls // 100, send)
     try:
         with suppress(Preempted):
             sys.setprofile(profile)
@@ -285,40 +318,46 @@ def test_a_handler_that_a_hook_installs_stays():
         signal.signal(signal.SIGTERM, kept)
 
 
-@pytest.mark.parametrize("sent", SIGNALS)
-def test_signals_at_any_call_of_the_end_leave_handlers_that_run(sent):
-    """One that raises between two handlers may leave another unrestored, but not unheard."""
+@pytest.mark.parametrize("sent", [*itertools.combinations(SIGNALS, 1), SIGNALS[:2], SIGNALS])
+@pytest.mark.parametrize("amid", ["updates", "end"])
+def test_signals_at_any_call_leave_all_handlers_and_run_each_once(sent, amid):
+    """Whatever the handlers raise: the first error propagates, with the others as its context."""
     called = []
 
     def handler(number, _):
         called.append(number)
-        raise Preempted
+        raise Preempted(number)
 
     def run():
         with AllOrNone(lambda: None) as updates:
             updates.begin(1)
+            if amid == "updates":
+                send_at_once(sent)
             updates.end()
 
-    kept = {number: signal.signal(number, handler) for number in SIGNALS}
-    counting = calling(-1, None)
-    try:
-        sys.setprofile(counting)
+    def run_to(at):
+        sys.setprofile(calling(at, lambda: send_at_once(sent)))
         run()
-        sys.setprofile(None)
-        for at in range(counting.seen() - 1):  # the last ends the profile
-            with suppress(Preempted):
-                sys.setprofile(calling(at, lambda: os.kill(os.getpid(), sent)))
+
+    kept = {number: signal.signal(number, handler) for number in SIGNALS}
+    gc.disable()  # in its callbacks, errors are ignored
+    try:
+        if amid == "updates":
+            with pytest.raises(Preempted) as found:
                 run()
+            assert [(number,) for number in called] == [*handlers_raised(found.value)]
+            assert sorted(called) == sorted(sent)
+            assert all(signal.getsignal(number) is handler for number in SIGNALS)
+            return
+        for at in range(calls_of(run) - 1):  # the last ends the profile
+            settled(lambda at=at: run_to(at))
             sys.setprofile(None)
+            assert sorted(called) == sorted(sent)
             called.clear()
-            for number in SIGNALS:
-                with suppress(Preempted):
-                    signal.raise_signal(number)
-            assert sorted(called) == sorted(SIGNALS)
-            for number in SIGNALS:
-                signal.signal(number, handler)
+            assert all(signal.getsignal(number) is handler for number in SIGNALS)
     finally:
         sys.setprofile(None)
+        gc.enable()
         for number, one in kept.items():
             signal.signal(number, one)
 
@@ -330,15 +369,12 @@ def test_a_handler_that_trains_runs_after_the_iteration_or_is_refused(percent):
     ours, theirs = Trained("adamw"), Trained("adamw")
     for trained in (ours, theirs):
         trained.run(0)
-        counting = calling(-1, None)
-        sys.setprofile(counting)
-        trained.run(1)
-        sys.setprofile(None)
+        calls = calls_of(trained.run, 1)
     kept = signal.signal(signal.SIGUSR1, lambda *_: ours.run(3))
     refused = None
     try:
         sys.setprofile(
-            calling(percent * counting.seen() // 100, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+            calling(percent * calls // 100, lambda: os.kill(os.getpid(), signal.SIGUSR1))
         )
         ours.run(2)
     except runtime.RuntimeRefusalError as error:

@@ -22,7 +22,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from coop_plan.runtime.capture import tracing_rules
 from coop_plan.runtime.device import build
-from coop_plan.runtime.device.arena import Arena, Memory, Run
+from coop_plan.runtime.device.arena import Arena, Memory, Run, counted_bytes
 
 ROOT = Path(__file__).parents[2]
 
@@ -597,7 +597,8 @@ def test_hooks_see_a_gradient_once_that_was_given_early():
         @staticmethod
         def backward(ctx, gradient):
             if ctx.early:
-                autograd.accumulate_gradient(ctx.leaf, torch.ones(2, 2).t())
+                gradient_of_leaf = torch.ones(2, 2).t()
+                autograd.accumulate_gradient(ctx.leaf, gradient_of_leaf, counted_bytes)
                 return gradient, None, None
             return gradient, torch.ones(2, 2), None
 

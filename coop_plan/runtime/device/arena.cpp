@@ -428,6 +428,20 @@ PyObject* run_include(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+// Counts bytes allocated in the window of a run as if they had existed before all that followed a
+// moment, at which the window's peak was `peak`.
+PyObject* run_exclude(PyObject*, PyObject* args) {
+  PyObject* handle;
+  long long peak, bytes;
+  if (!PyArg_ParseTuple(args, "OLL", &handle, &peak, &bytes)) return nullptr;
+  Window& window = as<Run>(handle)->window;
+  std::lock_guard<std::mutex> lock(mutex);
+  window.before += bytes;
+  window.now -= bytes;
+  window.peak = std::max<int64_t>(peak, window.peak - bytes);
+  Py_RETURN_NONE;
+}
+
 // Ends the run and closes its window.
 PyObject* run_end(PyObject*, PyObject* handle) {
   Run* run = as<Run>(handle);
@@ -488,6 +502,26 @@ PyObject* node_owners(PyObject*, PyObject* wrapper) {
   owners = c10::raw::intrusive_ptr::use_count(reinterpret_cast<Wrapper*>(wrapper)->node);
 #endif
   return PyLong_FromLong(owners);
+}
+
+// Opens a window of this thread, without an arena.
+PyObject* window_open(PyObject*, PyObject*) {
+  auto* window = new Window();
+  std::lock_guard<std::mutex> lock(mutex);
+  open(window, 0, false);
+  return PyLong_FromVoidPtr(window);
+}
+
+PyObject* window_close(PyObject*, PyObject* handle) {
+  auto* window = as<Window>(handle);
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    close(window);
+  }
+  PyObject* found = Py_BuildValue("LL", static_cast<long long>(window->peak),
+                                  static_cast<long long>(window->now));
+  delete window;
+  return found;
 }
 
 PyObject* record_begin(PyObject*, PyObject* cuda) {
@@ -568,6 +602,8 @@ PyMethodDef methods[] = {
      "(run, slot numbers): let PyTorch's allocator serve these in this run."},
     {"run_include", run_include, METH_VARARGS,
      "(run, memory): count the bytes of an older memory as the run's."},
+    {"run_exclude", run_exclude, METH_VARARGS,
+     "(run, peak, bytes): do not count bytes that were allocated since the window had this peak."},
     {"run_end", run_end, METH_O, "Close the window of a run."},
     {"run_made", run_made, METH_VARARGS,
      "(run, addresses) -> positions of those allocated after its window was opened"},
@@ -581,6 +617,9 @@ PyMethodDef methods[] = {
      " recompute us, count and bytes of strays at the peak, bytes and line of the largest, the first"
      " occupied slot, the slot of the tensor in it (-1: of another step), its bytes"},
     {"node_owners", node_owners, METH_O, "(C++ autograd node) -> its reference count"},
+    {"window_open", window_open, METH_NOARGS, "-> handle of a window of this thread"},
+    {"window_close", window_close, METH_O,
+     "(handle) -> peak and change of the thread's bytes since it was opened"},
     {"record_begin", record_begin, METH_O, "(cuda): log this thread's allocations and frees."},
     {"record_end", record_end, METH_NOARGS, "-> [(is_alloc, pointer, bytes)]"},
     {"workers_peak", workers_peak, METH_NOARGS,

@@ -1,6 +1,7 @@
 """The arena: the memory in which a step runs, and the slots of its allocations."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -327,6 +328,10 @@ class Run:
         """Count the bytes of a memory that existed before the last fresh `begin`."""
         memory.count_in(self._handle)
 
+    def exclude(self, size: int, since: Counters) -> None:
+        """Count `size` bytes that stay, allocated `since` these counters, as of before the step."""
+        self._ext.run_exclude(self._handle, since.process_bytes, size)
+
     def end(self) -> None:
         """Stop the counters."""
         self._ext.run_end(self._handle)
@@ -334,6 +339,20 @@ class Run:
     def counters(self) -> Counters:
         """Measurements since the last fresh `begin`."""
         return Counters(*self._ext.counters(self._handle))
+
+
+@contextmanager
+def counted_bytes() -> Iterator[list[int]]:
+    """Context that counts this thread's allocations on the CPU until they are freed.
+
+    Its list gets the peak and the last of the bytes above those at the begin, after the context.
+    """
+    found: list[int] = []
+    window = extension().window_open()
+    try:
+        yield found
+    finally:
+        found += extension().window_close(window)
 
 
 def node_owners(node: object) -> int:

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from coop_plan.runtime.capture.sized_numbers import Numbers
-from coop_plan.runtime.device.arena import Memory, Run
+from coop_plan.runtime.device.arena import Memory, Run, counted_bytes
 from coop_plan.runtime.errors import StepSpentError
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.homes import Copy
 from coop_plan.runtime.execute.rng_state import Generator
-from coop_plan.runtime.torch_internals.autograd import accumulate_gradient
+from coop_plan.runtime.torch_internals.autograd import HookUse, accumulate_gradient
 from coop_plan.runtime.torch_internals.ops import tensor_versions
 
 _numbers = itertools.count()
@@ -43,7 +43,8 @@ class Invocation:
     no other invocation of its thread ran meanwhile, `runs_again` after its first forward. By
     position among the primals, `leaves` are the tensors whose gradients are held across steps or
     consumed by hooks, `held` the gradients that the backward adds to, `handed` the leaves whose
-    hooks run within the backward, and `updates` those of parameters within a whole iteration.
+    hooks run within the backward, `used` the use by those that ran, and `updates` those of
+    parameters within a whole iteration.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Invocation:
         self.leaves: Mapping[int, torch.Tensor] = {}
         self.held: Mapping[int, torch.Tensor] = {}
         self.handed: Container[int] = ()
+        self.used: dict[int, HookUse | None] = {}
         self.updates: Mapping[int, Callable[..., None]] = {}
         self.held_bytes: Mapping[int, int] = {}
         self.alone = True
@@ -154,7 +156,11 @@ class Invocation:
         if position not in self.handed:
             return gradient
         self.compiled.arena.pause()
-        accumulate_gradient(self.leaves[position], gradient)
+        before = self.run.counters()
+        leaf = self.leaves[position]
+        use = self.used[position] = accumulate_gradient(leaf, gradient, counted_bytes)
+        if use is not None and use.kept:  # an optimizer's states, resident for another reason
+            self.run.exclude(use.kept, before)
         return None
 
     def write_input(self, value: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
@@ -216,7 +222,7 @@ class Invocation:
 
     def finish(self) -> None:
         """Release the memory after the backward; the gradients in it keep their part alive."""
-        self.held, self.leaves, self.handed = {}, {}, ()
+        self.held, self.leaves, self.handed, self.used = {}, {}, (), {}
         self.memory, self._states = None, {}
 
     def save_generator(self, op: int) -> None:

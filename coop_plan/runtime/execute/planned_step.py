@@ -4,7 +4,7 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,10 +35,12 @@ from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport
 from coop_plan.runtime.source_lines import SourceLines
 from coop_plan.runtime.torch_internals.autograd import (
+    HookUse,
     after_this_backward,
     creates_graph,
     has_saved_tensors_hooks,
     refuse_second_backward,
+    use_of,
 )
 from coop_plan.runtime.torch_internals.joint_graphs import boxed, compiled_node
 from coop_plan.schemas import Plan
@@ -85,7 +87,6 @@ class PlannedStep:
         self._hooks_noted = False
         self._replan_failed = False
         self._learned = False
-        self._handed = False
         self._outputs = captured.num_fwd_outputs
         self._copied = snapshot_positions(captured)
         self._parameters = _parameters(captured)
@@ -224,7 +225,7 @@ class PlannedStep:
             recorder.returned(invocation, result)
             within = self._measure_iteration(invocation, "backward")
             if not invocation.in_joint_plan:
-                self._observe_hooks(invocation.inputs)
+                self._observe_hooks(invocation.inputs, result)
             self._finish(
                 invocation, [p for p in invocation.leaves if self._is_duplicated(invocation, p)]
             )
@@ -368,20 +369,19 @@ class PlannedStep:
         self._compiled = CompiledPlan(captured, plan, self._clock)
         self.report.replace_plan(captured, plan, cached=cached)
 
-    def _observe_hooks(self, inputs: Sequence[Any]) -> None:
-        """After this backward, observe which gradients the hooks of their leaves consumed."""
-        watched = self._held_gradients.unobserved_hooks(inputs)
-        if not watched or creates_graph():
-            return
+    def _observe_hooks(self, inputs: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Until the end of this backward, observe what hooks do with their leaves' gradients."""
+        watched = self._held_gradients.watch_unobserved_hooks(inputs, gradients)
+        if watched and not creates_graph():
+            after_this_backward(
+                lambda: self._learn({p: use_of(hooks) for p, hooks in watched.items()})
+            )
 
-        def look() -> None:
-            leaves = ((p, leaf()) for p, leaf in watched.items())
-            used = [p for p, leaf in leaves if leaf is not None and leaf.grad is None]
-            with _planning:
-                if not self._replan_failed and self._held_gradients.learn(consumed=used):
-                    self._learned = True
-
-        after_this_backward(look)
+    def _learn(self, used: Mapping[int, HookUse | None], **found: Any) -> None:
+        """Plan again before the next forward if that environment was not planned for."""
+        with _planning:
+            if not self._replan_failed and self._held_gradients.learn(used, **found):
+                self._learned = True
 
     @staticmethod
     def _is_duplicated(invocation: Invocation, position: int) -> bool:
@@ -390,8 +390,9 @@ class PlannedStep:
 
     def _finish(self, invocation: Invocation, duplicated: Sequence[int]) -> None:
         """Measure a finished backward, and note what later steps must plan for."""
-        counters, handed = invocation.run.counters(), bool(invocation.handed)
+        counters = invocation.run.counters()
         memory, compiled = invocation.memory, invocation.compiled
+        used = {p: invocation.used.get(p) for p in compiled.consumed}
         invocation.finish()
         if self._clock is not None:
             self._clock.end()
@@ -415,20 +416,13 @@ class PlannedStep:
             over = False
         if not invocation.alone:
             return
-        if handed and not self._handed:  # an optimizer created its state in the hooks, once
-            self._handed, over = True, False
-        outside = 0
+        # All of it, not only the excess: the next plan may use what this one left free.
+        outside = peak - self.report.peak_bytes if over else 0
+        self._learn(used, outside=outside, duplicated=duplicated)
         if over:
-            self._check.step(counters, pool_of(invocation).recorder)
             if not watched:
                 compiled.measure_outside = True
-            # All of it, not only the excess: the next plan may use what this one left free.
-            outside = peak - self.report.peak_bytes
-        with _planning:
-            if not self._replan_failed and self._held_gradients.learn(
-                outside=outside, duplicated=duplicated
-            ):
-                self._learned = True
+            self._check.step(counters, pool_of(invocation).recorder)
 
     def _measure_iteration(self, invocation: Invocation, half: str) -> tuple[int, int] | None:
         """Peak of several graphs in an iteration after a half, and their budget, checked."""

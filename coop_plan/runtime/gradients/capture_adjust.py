@@ -7,7 +7,8 @@ held one was released meanwhile, the new gradient takes its place.
 
 A gradient that a hook of its leaf consumes during the backward, as an optimizer there does, is
 handed over after the last op that reads the leaf. It lies outside the arena, since a tensor that a
-hook keeps must not be overwritten.
+hook keeps must not be overwritten. Producers of such gradients read the memory beside the plan, and
+hooks overwrite it: so they keep program order, for which that memory is counted.
 """
 
 import itertools
@@ -25,7 +26,7 @@ from coop_plan.schemas import Op
 from coop_plan.schemas.graph_editor import GraphEditor
 
 BESIDE = "held beside the plan"
-"""Name of the tensor for gradients and other memory outside the plan."""
+"""Name of the tensor for gradients and other memory outside the plan, temporaries of hooks too."""
 
 
 HELD = "held gradient"
@@ -38,13 +39,15 @@ class MemoryEnvironment:
 
     New gradients are added to those held `across_steps`. `duplicated` ones are held too, but the
     new gradient is kept for autograd until the backward ends. `consumed` ones are dead after the
-    hooks of their leaves. `reserve` bytes are allocated outside the plan during the step.
+    hooks of their leaves, each of which takes at most `hook_bytes` meanwhile. `reserve` bytes are
+    allocated outside the plan during the step.
     """
 
     across_steps: frozenset[int] = frozenset()
     duplicated: frozenset[int] = frozenset()
     consumed: frozenset[int] = frozenset()
     reserve: int = 0
+    hook_bytes: int = 0
 
 
 def accumulate(invocation: Any, position: int, gradient: torch.Tensor) -> Any:
@@ -157,19 +160,28 @@ def under(captured: Captured, environment: MemoryEnvironment) -> Captured:
         change[at + 1] -= own[position]
     duplicated = sum(own[p] for p in environment.duplicated - across_steps.keys() if p in own)
     taken = duplicated + environment.reserve + max(itertools.accumulate(change))
-    if taken:
-        editor.add_tensor(BESIDE, taken, "buffer")
+    taken += environment.hook_bytes if consumed else 0
+    beside = [editor.add_tensor(BESIDE, taken, "buffer")] if taken or consumed else []
+    for at in {made_at[t] for t, _ in consumed.values()}:
+        editor.add_inputs(at, beside)
     nodes = _nodes(captured, across_steps, accumulate) | _nodes(captured, consumed, hand_over)
     ops, profiles = list(captured.ops), list(captured.profiles)
     after.sort(key=itemgetter(0))
     for at, position, gradient, changed in reversed(after):  # so that earlier positions stay
         cost = 3 * own[position] / BYTES_PER_US[graph.device.kind]
         name = f"coop_plan.{'hand_over' if position in consumed else 'accumulate'}"
+        overwritten = [changed, *(beside if position in consumed else [])]
         op = Op(
-            id=0, name=name, phase="backward", inputs=[gradient, changed], outputs=[], cost_us=cost
+            id=0,
+            name=name,
+            phase="backward",
+            inputs=[gradient, *overwritten],
+            outputs=[],
+            cost_us=cost,
+            mutates=overwritten,
+            recomputable=False,
         )
-        once = op.model_copy(update={"mutates": [changed], "recomputable": False})
-        editor.add_op(once, at=at + 1)
+        editor.add_op(op, at=at + 1)
         ops.insert(at + 1, nodes[position])
         profiles.insert(at + 1, OpProfile(cost, (), (), 0, 0))
     outputs = list(captured.output_args)

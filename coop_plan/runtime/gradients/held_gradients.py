@@ -16,7 +16,7 @@ import torch
 from coop_plan.planner import InfeasibleBudgetError
 from coop_plan.planner.planning import keep_all_peak
 from coop_plan.runtime.capture.joint_graph import Captured
-from coop_plan.runtime.device.arena import node_owners
+from coop_plan.runtime.device.arena import counted_bytes, node_owners
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.errors import BudgetExceededError
 from coop_plan.runtime.execute.find_plan import peak_in_eager, plan_for
@@ -24,11 +24,14 @@ from coop_plan.runtime.gradients import capture_adjust
 from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.torch_internals.autograd import (
+    HookUse,
+    WatchedHook,
     accumulate_node,
     creates_graph,
     has_gradient_hooks,
     has_only_post_hooks,
     runs_in_this_backward,
+    watch_hooks,
 )
 from coop_plan.schemas import Plan, format_bytes
 
@@ -115,33 +118,48 @@ class HeldGradients:
         )
         return True
 
-    def unobserved_hooks(self, inputs: Sequence[Any]) -> Mapping[int, "weakref.ref[torch.Tensor]"]:
-        """Leaves whose hooks were not yet observed to consume or keep a gradient, by position."""
+    def watch_unobserved_hooks(
+        self, inputs: Sequence[Any], gradients: Sequence[Any]
+    ) -> dict[int, list[WatchedHook]]:
+        """Hooks that were not yet observed to consume or keep these gradients, by position."""
         asked = self._consumable.keys() - self.environment.consumed - self._kept
         return {
-            p: weakref.ref(inputs[p])
+            p: watch_hooks(inputs[p], gradients[p], counted_bytes)
             for p in asked
-            if inputs[p].is_leaf and has_only_post_hooks(inputs[p])
+            if inputs[p].is_leaf and has_only_post_hooks(inputs[p]) and gradients[p] is not None
         }
 
     def learn(
-        self, *, outside: int = 0, duplicated: Collection[int] = (), consumed: Iterable[int] = ()
+        self,
+        used: Mapping[int, HookUse | None],
+        *,
+        outside: int = 0,
+        duplicated: Collection[int] = (),
     ) -> bool:
-        """Add bytes outside the plan, duplicated gradients, and gradients consumed by hooks.
+        """Add bytes outside the plan, duplicated gradients, and what hooks did with `used` ones.
 
-        A consumed gradient that is duplicated later never counts as consumed again. If gradients
-        are found to be duplicated, they may explain the bytes outside, which do not count then.
+        A gradient that was planned as consumed never is again if its hooks did not consume it or
+        did not run early (None), or if it is duplicated. Such gradients, and larger temporaries of
+        hooks, may explain the bytes outside, which do not count then.
 
         Returns:
             True if the environment changed.
         """
         now = self.environment
-        self._kept |= now.consumed.intersection(duplicated)
+        consumed = {p: use.temporaries for p, use in used.items() if use and use.consumed}
+        self._kept |= now.consumed & (used.keys() - consumed.keys() | set(duplicated))
+        twice = now.duplicated.union(duplicated)
+        dead = now.consumed.union(consumed) - twice - self._kept
+        hook_bytes = now.hook_bytes
+        if (outside or dead != now.consumed) and self._captured.device.type == "cpu":
+            hook_bytes = max([hook_bytes, *(consumed[p] for p in consumed.keys() & dead)])
+        explained = twice != now.duplicated or now.consumed - dead or hook_bytes > now.hook_bytes
         self.environment = MemoryEnvironment(
             now.across_steps.difference(duplicated),
-            now.duplicated.union(duplicated),
-            now.consumed.union(consumed).difference(duplicated),
-            now.reserve + (outside if now.duplicated.issuperset(duplicated) else 0),
+            twice,
+            dead,
+            now.reserve + (0 if explained else outside),
+            hook_bytes,
         )
         return self.environment != now
 
@@ -214,6 +232,10 @@ class HeldGradients:
             parts.append(f"gradients of {format_bytes(held)} live across its forward")
         if now.reserve:
             parts.append(f"{format_bytes(now.reserve)} are allocated outside the plan")
+        if now.hook_bytes:
+            parts.append(f"{format_bytes(now.hook_bytes)} are temporaries of a gradient's hook")
+        if kept := sum(self._bytes[p] for p in self._kept):
+            parts.append(f"gradients of {format_bytes(kept)} outlive their hooks")
         return " and ".join(parts)
 
 

@@ -194,13 +194,10 @@ def count_eager(
         log.mark([parameter.grad for parameter in trained], "gradients")
     update_parts = None
     lent: tuple[int, ...] = ()
-    beside = 0
     if optimizer is None or not trained:
         step_parts = log.peak(began, ended)
     elif optimizer.update == "backward":
         losses.clear()
-        if log.kind == "cpu":  # gradients of the ops before and after may exist during an update
-            beside = 2 * max(p.numel() * p.element_size() for p in trained)
         step_parts = _update_in_backward(log, optimizer, trained, lambda: _run(log, step, args))
     else:
         update = _updated(log, optimizer, trained)
@@ -214,7 +211,7 @@ def count_eager(
     return EagerMemory(
         step=step_parts.plus(other=library_bytes),
         update=update_parts and update_parts.plus(other=library_bytes),
-        update_bytes=log.largest("update") + beside,
+        update_bytes=log.largest("update"),
         unlent_bytes=log.largest("update", lent=False),
         lent=lent,
         accumulates=accumulates,

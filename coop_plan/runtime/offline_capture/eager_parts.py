@@ -52,8 +52,7 @@ class EagerMemory(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         step: peak of forward and backward.
         update: peak of the optimizer's step; None without an optimizer.
-        update_bytes: largest temporaries of the optimizer; with an update in the backward on a CPU,
-            also two gradients.
+        update_bytes: largest temporaries of the optimizer.
         accumulates: the step is that of a later micro-batch, with its gradients outside the arena.
         padding_bytes: those that then share pages with gradients on a CPU.
         lent: those that an idle arena serves on CUDA.

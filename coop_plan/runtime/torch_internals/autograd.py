@@ -5,7 +5,9 @@
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -108,38 +110,103 @@ def accumulate_node(leaf: torch.Tensor) -> Any:
         return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-class _CallOnce:
-    """Wrapper of a leaf's hook that skips autograd's second call in the same backward.
+CountBytes = Callable[[], AbstractContextManager[Sequence[int]]]
+"""Makes a context whose sequence has the peak and the change of its bytes at its end."""
 
-    Autograd calls hooks for an undefined gradient, too. The wrapper replaces the hook for good.
+
+@dataclass(frozen=True)
+class HookUse:
+    """Use of a gradient by the hooks of its leaf in a backward.
+
+    Attributes:
+        consumed: they left the leaf without its gradient.
+        temporaries: most bytes that one of them took beyond those that stay, with a copy of the
+            gradient in the leaf's layout.
+        kept: bytes that stay, as an optimizer's states.
     """
 
-    def __init__(self, hook: Callable[[torch.Tensor], None]) -> None:
+    consumed: bool
+    temporaries: int
+    kept: int
+
+
+class WatchedHook:
+    """Wrapper of a leaf's hook, for good, which measures it and can be called for autograd.
+
+    Autograd's call in the same backward is skipped then: it calls hooks for an undefined gradient,
+    too. `copied` are the bytes of the gradient's copy in the leaf's layout, if it needs one.
+    """
+
+    def __init__(self, hook: Callable[[torch.Tensor], object], count: CountBytes) -> None:
         self.hook = hook
-        self.backward = -1  # autograd's graph task id
+        self.count = count
+        self.copied = 0
+        self.use: HookUse | None = None
+        self._skipped = -1  # autograd's graph task id
 
-    def __call__(self, leaf: torch.Tensor) -> None:
-        if torch._C._current_graph_task_id() != self.backward:
-            return self.hook(leaf)
+    def __call__(self, leaf: torch.Tensor) -> object:
+        skipped = torch._C._current_graph_task_id() == self._skipped
+        return None if skipped else self._run(leaf)
+
+    def run_early(self, leaf: torch.Tensor) -> object:
+        """Call the hook in place of autograd's next call in this backward."""
+        self._skipped = torch._C._current_graph_task_id()
+        return self._run(leaf)
+
+    def _run(self, leaf: torch.Tensor) -> object:
+        gradient = leaf.grad  # alive until the bytes are counted, with autograd as with ours
+        with self.count() as counted:
+            result = self.hook(leaf)
+        del gradient
+        peak, change = counted  # pages that an idle arena freed for them are in neither
+        self.use = HookUse(leaf.grad is None, self.copied + peak - change, max(0, change))
+        return result
+
+
+def watch_hooks(leaf: torch.Tensor, gradient: torch.Tensor, count: CountBytes) -> list[WatchedHook]:
+    """Watch the post-accumulate hooks of a leaf that gets this gradient."""
+    hooks: Any = leaf._post_accumulate_grad_hooks
+    for key, hook in tuple(hooks.items()):
+        if not isinstance(hook, WatchedHook):
+            hooks[key] = WatchedHook(hook, count)
+        hooks[key].use = None
+        hooks[key].copied = 0 if _has_strides_of(leaf, gradient) else leaf.nbytes
+    return list(hooks.values())
+
+
+def use_of(hooks: Sequence[WatchedHook]) -> HookUse | None:
+    """Use of a gradient by all hooks of its leaf; None if one was not called since the watch."""
+    uses = [hook.use for hook in hooks if hook.use is not None]
+    if not uses or len(uses) < len(hooks):
         return None
+    most = max(use.temporaries for use in uses)
+    return HookUse(uses[-1].consumed, most, sum(use.kept for use in uses))
 
 
-def accumulate_gradient(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+def _has_strides_of(leaf: torch.Tensor, gradient: torch.Tensor) -> bool:
+    if gradient.layout is not torch.strided:
+        return True
+    strides = zip(leaf.shape, leaf.stride(), gradient.stride(), strict=True)
+    return all(size <= 1 or wanted == stride for size, wanted, stride in strides)
+
+
+def accumulate_gradient(
+    leaf: torch.Tensor, gradient: torch.Tensor, count: CountBytes
+) -> HookUse | None:
     """Set the gradient of a leaf that has none and call its hooks, as autograd does.
 
     Autograd does not call them again in the current backward. (torch/csrc/autograd/functions/
     accumulate_grad.h, cases 1.1 and 1.4, and utils/grad_layout_contract.h)
     """
-    strides = zip(leaf.shape, leaf.stride(), gradient.stride(), strict=True)
-    if any(size > 1 and wanted != stride for size, wanted, stride in strides):
-        gradient = torch.empty_like(leaf, requires_grad=False).copy_(gradient)
-    leaf.grad = gradient.detach()
-    hooks: Any = leaf._post_accumulate_grad_hooks
-    for key, hook in tuple(hooks.items()):
-        called = hooks[key] = hook if isinstance(hook, _CallOnce) else _CallOnce(hook)
-        called.backward = torch._C._current_graph_task_id()
-        if called.hook(leaf) is not None:
+    hooks = watch_hooks(leaf, gradient, count)
+    if _has_strides_of(leaf, gradient):
+        leaf.grad = gradient.detach()
+    else:
+        leaf.grad = torch.empty_like(leaf, requires_grad=False).copy_(gradient)
+    for hook in hooks:
+        if hook.run_early(leaf) is not None:
             raise RuntimeError("Tensor post accumulate grad hooks should return None.")
+    return use_of(hooks)
 
 
 def after_this_backward(run: Callable[[], None]) -> None:

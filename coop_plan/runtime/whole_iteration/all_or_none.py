@@ -9,7 +9,7 @@ import inspect
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 from coop_plan.runtime.errors import PartlyUpdatedError
@@ -34,8 +34,10 @@ class AllOrNone(AbstractContextManager["AllOrNone", None]):
         self._begun = 0
         self._ended = 0
         self._handlers: dict[int, Any] = {}
-        self._noted: set[int] = set()
-        self._over = False
+        self._unrestored: dict[int, Any] = {}
+        """Python's handlers that are exchanged, and None or C's action to set again."""
+        self._noted: list[int] = []
+        self._raised: list[BaseException] = []
 
     def __enter__(self) -> Self:
         self.is_running = True
@@ -48,7 +50,10 @@ class AllOrNone(AbstractContextManager["AllOrNone", None]):
                 handler = signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
-                    _exchange(number, self._note)
+                    self._unrestored[number] = None
+                    action = _action(number)
+                    signal.signal(number, self._note)
+                    _sigaction(number, action, None)
         self._updates = updates
         self._begun += 1
 
@@ -58,41 +63,62 @@ class AllOrNone(AbstractContextManager["AllOrNone", None]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.is_running = False
-        with ExitStack() as last:  # which goes on if a handler raises
-            for number in self._handlers:
-                last.callback(self._run_noted, number)
-            last.callback(self._restore)
-            if self._begun == 0:
-                return
-            if self._ended == self._updates:
+        try:
+            if self._begun and self._ended == self._updates:
                 self._finish()
-            elif error is not None:
+            elif self._begun and error is not None:
                 raise PartlyUpdatedError(
                     f"after {self._ended} of {self._updates} parameters were updated, the iteration"
                     f" failed with {type(error).__name__}: load the state of before, as from a"
                     " checkpoint, and continue from it"
                 ) from error
+        finally:
+            self._restore(4 * len(self._handlers))
+            if self._raised:
+                self._raise()
 
-    def _note(self, number: int, frame: Any) -> None:
-        if self._over:  # a handler raised amid `_restore`
-            self._handlers[number](number, frame)
-        else:
-            self._noted.add(number)
+    def _note(self, number: int, _: Any) -> None:
+        if number not in self._noted:
+            self._noted = [*self._noted, number]
 
-    def _restore(self) -> None:
-        self._over = True
-        for number, handler in self._handlers.items():
-            if signal.getsignal(number) == self._note:  # else a hook installed another
-                _exchange(number, handler)
+    def _restore(self, levels: int) -> None:
+        """Restore all handlers, then run those of signals that were noted.
 
-    def _run_noted(self, number: int) -> None:
-        if number in self._noted:
-            self._handlers[number](number, inspect.currentframe())
+        A handler may raise at any call from its restoring on: then the next outer level continues,
+        up to so many times. Nothing is called between taking a noted signal and its handler.
+        """
+        frame = inspect.currentframe()
+        try:
+            if levels:
+                self._restore(levels - 1)
+            for number in [*self._unrestored]:
+                if signal.getsignal(number) == self._note:  # else a hook installed another
+                    self._unrestored[number] = _action(number)
+                    signal.signal(number, self._handlers[number])
+                if self._unrestored[number] is not None:
+                    _sigaction(number, self._unrestored[number], None)
+                del self._unrestored[number]
+            while self._noted:
+                number, *self._noted = self._noted
+                self._handlers[number](number, frame)
+        except BaseException as error:
+            self._raised = [*self._raised, error]
+
+    def _raise(self) -> None:
+        """Raise the first error of a handler, with the others as its context."""
+        first, *self._raised = self._raised
+        try:
+            if self._raised:
+                self._raise()
+        finally:
+            try:
+                raise first
+            finally:
+                del first  # whose frames contain this one
 
 
-def _exchange(number: int, handler: Any) -> None:
-    """Exchange Python's handler, and leave the action that C code or `siginterrupt` has set."""
+def _action(number: int) -> Any:
+    """The process's action for a signal, as C code or `siginterrupt` has set it."""
     action = ctypes.create_string_buffer(256)  # no smaller than C's
     _sigaction(number, None, action)
-    signal.signal(number, handler)
-    _sigaction(number, action, None)
+    return action
