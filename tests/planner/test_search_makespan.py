@@ -14,7 +14,6 @@ from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.method import Request
 from coop_plan.planner.placement.layout import lay_out
 from coop_plan.planner.search.makespan.annealing import MOVES, MakespanSearch, run_parallel
-from coop_plan.planner.search.makespan.columns import LOOK_AHEAD
 from coop_plan.planner.search.makespan.metropolis import evaluate_sequence, metropolis
 from coop_plan.planner.search.makespan.sequence import (
     new_state,
@@ -272,7 +271,7 @@ def test_a_fetch_waits_where_it_fits_now_but_not_beside_what_comes_before_its_re
     set_sequence(state, np.array([0, 1, 2, 3, program.ops, 4]))
     cost, over = evaluate_sequence(program, state, 24, -1)
     assert (cost, over > 0) == (10.0, True)
-    state.flow[LOOK_AHEAD] = 1
+    state.flow.look_ahead = True
     assert evaluate_sequence(program, state, 24, -1) == (
         12.0,
         0.0,

@@ -9,7 +9,6 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, njit
-from coop_plan.planner.search.compute.columns import AREA
 from coop_plan.planner.search.compute.edits import accept, eliminate_dead, finish_step, load, store
 from coop_plan.planner.search.compute.moves import move_first_run, propose
 from coop_plan.planner.search.compute.objective import candidate_cost, memory_excess
@@ -31,7 +30,7 @@ def _is_rejected_drift(s: SearchState, current_area: float) -> bool:
 
     Without it the order drifts to long lifetimes, for which layouts are harder to find.
     """
-    return bool(s.sums[AREA] > current_area and np.random.random() >= s.params.drift_chance)
+    return s.now.area > current_area and np.random.random() >= s.params.drift_chance
 
 
 @njit
@@ -56,7 +55,7 @@ def metropolis(
     current_cost = candidate_cost(a, s, np.inf)
     current_excess = memory_excess(s, capacity)
     accept(s)
-    current_area = s.sums[AREA]
+    current_area = s.now.area
     for _ in range(steps):
         # Drawing the acceptance threshold first lets an evaluation stop early above it:
         # u < exp(-d / T) is d < T * Exp(1).
@@ -80,7 +79,7 @@ def metropolis(
                 last = excess == 0.0 or repairs == s.params.max_repairs
                 if acceptable and (last or not repair_early):
                     current_cost, current_excess = cost, excess
-                    current_area, accepted = s.sums[AREA], True
+                    current_area, accepted = s.now.area, True
                     break
                 # Too expensive only for its memory excess: repair the peak and try again.
                 if last or not repair(a, s):

@@ -19,7 +19,6 @@ from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.method import Progress, Request
 from coop_plan.planner.placement.layout import WORK, lay_out, lay_out_host
 from coop_plan.planner.search.compute.params import MoveParams
-from coop_plan.planner.search.makespan.columns import LOOK_AHEAD
 from coop_plan.planner.search.makespan.metropolis import evaluate_sequence, metropolis
 from coop_plan.planner.search.makespan.sequence import (
     current_sequence,
@@ -89,7 +88,7 @@ class MakespanSearch:
             self._search(begin + (number + 1) / count * (deadline - begin), enough, number)
 
     def _search(self, deadline: float | None, enough: Callable[[], bool], number: int = 0) -> None:
-        """Anneal each start, then the best result at lower temperatures; alternates `LOOK_AHEAD`.
+        """Anneal each start, then the best result at lower temperatures; alternates `look_ahead`.
 
         The temperature factor depends on `number`, the number of the search: the best one depends
         on the graph.
@@ -102,24 +101,24 @@ class MakespanSearch:
             *((sequence, 0.55 / len(starts), 1.0) for sequence in starts),
             *((None, (1 - 0.55) / 2, temperature) for temperature in (1.0, 0.3)),
         ]
-        ends: list[tuple[float, int, Ints, int]] = []
+        ends: list[tuple[float, int, Ints, bool]] = []
         done = 0.0
         for index, (sequence, share, temperature) in enumerate(rounds):
             done += share
             until = None if deadline is None else begin + done * (deadline - begin)
-            look_ahead = (index + variation) % 2
+            look_ahead = (index + variation) % 2 == 1
             if sequence is None:
                 *_, sequence, look_ahead = min(ends, key=lambda end: end[:2])
-            self.state.flow[LOOK_AHEAD] = look_ahead
+            self.state.flow.look_ahead = look_ahead
             value, end = self._anneal(sequence, share, temperature * factor, until, enough)
             ends.append((value, index, end, look_ahead))
         cost, _, end, look_ahead = min(ends, key=lambda end: end[:2])
         if cost < self.cost_us and not enough():
-            self.state.flow[LOOK_AHEAD] = look_ahead
+            self.state.flow.look_ahead = look_ahead
             self._place(end, 10 * WORK)
         if self.request.any_schedule and self.placed is None:
             for _, _, end, look_ahead in ends:
-                self.state.flow[LOOK_AHEAD] = look_ahead
+                self.state.flow.look_ahead = look_ahead
                 self._keep_closest(lay_out(self._schedule(end), work=0).placed)
 
     def _anneal(
