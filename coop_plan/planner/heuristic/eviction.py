@@ -141,36 +141,32 @@ def _make_room(a: Arrays, s: EvictionState, need: int, position: int) -> bool:
 def _select_victim(a: Arrays, s: EvictionState, missing: int, position: int) -> int:
     """The victim with the least score; -1 if nothing can be evicted.
 
-    Attempt 0 takes the pool and the tensors that changed since it was filled. Attempt 1 takes all
-    large tensors, and attempt 2 the small ones, if no large one can be evicted.
+    First come the pool and the tensors that changed since it was filled, then all large tensors,
+    and the small ones if no large one can be evicted.
     """
     best_score = np.inf
     best, best_small = -1, True
-    for attempt in range(3):
-        listed, length, extra = s.large, s.now.large, 0
-        if attempt == 0:
-            if s.now.pool == 0 or position > s.now.pool_until:
-                continue
-            length, extra = s.now.pool, s.now.changed
-        elif attempt == 1:
+    for row in range(-1, 2):  # of `live`, or -1: the pool
+        length, extra = s.now.pool, s.now.changed
+        if row < 0 and (length == 0 or position > s.now.pool_until):
+            continue
+        if row == 0:
             for i in range(s.now.changed):
                 s.tensor[s.changed[i]].is_changed = False
-            s.now.changed = 0
-            s.now.pool, s.now.pool_has_small = 0, False
+            s.now.changed = s.now.pool = 0
             s.now.pool_until = position + 64  # scores age
-        else:
-            listed, length = s.small, s.now.small
-            s.now.pool_has_small = True
+        if row >= 0:
+            length, extra, s.now.pool_has_small = s.live_count[row], 0, row == 1
         # Many candidates: fill the pool; its first entry is the victim.
-        if attempt > 0 and length > s.pool_min_live:
-            _fill_pool(a, s, missing, position, attempt == 2)
+        if row >= 0 and length > s.pool_min_live:
+            _fill_pool(a, s, missing, position, row)
             if s.now.pool > 0:
                 return s.pool[0].tensor
             continue
         # Few candidates: score each.
         for i in range(length + extra):
-            if attempt > 0:
-                t = listed[i]
+            if row >= 0:
+                t = s.live[row, i]
             elif i < length:
                 t = s.pool[i].tensor
             else:
@@ -178,7 +174,7 @@ def _select_victim(a: Arrays, s: EvictionState, missing: int, position: int) -> 
             if s.tensor[t].list_index < 0 or s.tensor[t].pins > 0 or not s.tensor[t].is_evictable:
                 continue
             small = a.size[t] < s.small_bytes
-            if small and attempt == 0 and (not s.now.pool_has_small or not best_small):
+            if small and row < 0 and (not s.now.pool_has_small or not best_small):
                 continue
             score = _score(a, s, t, missing, position)
             if score < best_score or (best_small and not small):
@@ -189,11 +185,11 @@ def _select_victim(a: Arrays, s: EvictionState, missing: int, position: int) -> 
 
 
 @inner
-def _fill_pool(a: Arrays, s: EvictionState, missing: int, position: int, small: bool) -> None:
-    """Fill the pool with the victims of least score, from the small tensors if `small`."""
+def _fill_pool(a: Arrays, s: EvictionState, missing: int, position: int, row: int) -> None:
+    """Fill the pool with the victims of least score of a row of `live`."""
     worst = np.inf
-    for i in range(s.now.small if small else s.now.large):
-        t = s.small[i] if small else s.large[i]
+    for i in range(s.live_count[row]):
+        t = s.live[row, i]
         if s.tensor[t].pins > 0 or not s.tensor[t].is_evictable:
             continue
         score = _score(a, s, t, missing, position)
@@ -249,12 +245,9 @@ def _free(a: Arrays, s: EvictionState, t: int) -> None:
 @inlined
 def _list(a: Arrays, s: EvictionState, t: int) -> None:
     """Append `t` to its list of live tensors."""
-    if a.size[t] < s.small_bytes:
-        s.small[s.now.small], s.tensor[t].list_index = t, s.now.small
-        s.now.small += 1
-    else:
-        s.large[s.now.large], s.tensor[t].list_index = t, s.now.large
-        s.now.large += 1
+    row = int(a.size[t] < s.small_bytes)
+    s.live[row, s.live_count[row]], s.tensor[t].list_index = t, s.live_count[row]
+    s.live_count[row] += 1
 
 
 @inlined
@@ -263,14 +256,10 @@ def _unlist(a: Arrays, s: EvictionState, t: int) -> None:
     index = s.tensor[t].list_index
     if index < 0:
         return
-    if a.size[t] < s.small_bytes:
-        s.now.small -= 1
-        last = s.small[s.now.small]
-        s.small[index] = last
-    else:
-        s.now.large -= 1
-        last = s.large[s.now.large]
-        s.large[index] = last
+    row = int(a.size[t] < s.small_bytes)
+    s.live_count[row] -= 1
+    last = s.live[row, s.live_count[row]]
+    s.live[row, index] = last
     s.tensor[last].list_index = index
     s.tensor[t].list_index = -1
 

@@ -80,7 +80,6 @@ class Runner:
         """
         params = self.params
         n, count = self.arrays.ops, self.arrays.size.size
-        lists = ("large", "small", "changed", "to_check")
         state = EvictionState(
             budget=budget,
             small_bytes=budget // 4096,
@@ -97,7 +96,10 @@ class Runner:
             event=self._event,
             pair=self._pair,
             order=np.empty(n + 1, dtype=np.int64),
-            **{name: np.empty(count, dtype=np.int64) for name in lists},
+            live=np.empty((2, count), dtype=np.int64),
+            live_count=np.zeros(2, dtype=np.int64),
+            changed=np.empty(count, dtype=np.int64),
+            to_check=np.empty(count, dtype=np.int64),
         )
         tensor = state.tensor
         tensor["slot"] = self.arrays.uses_ptr[:count]

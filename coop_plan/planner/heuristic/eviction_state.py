@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from coop_plan.planner.core.arrays import Floats, Ints
+from coop_plan.planner.core.arrays import Floats, Ints, IntTable
 from coop_plan.planner.core.records import Int32, Record, Table
 
 NEVER = 1 << 40
@@ -24,7 +24,7 @@ class Tensor(Record):
     visited: int  # stamp of the last graph traversal
     slot: Int32  # index in `Arrays.uses` of the next use
     pins: Int32
-    list_index: Int32  # in `large` or `small`
+    list_index: Int32  # in `live`
     first_waiting: Int32
     next_waiting: Int32
     is_live: bool
@@ -56,8 +56,6 @@ class Now(Record):
     used: int
     events: int
     pairs: int
-    large: int
-    small: int
     changed: int
     to_check: int
     pool: int
@@ -76,8 +74,9 @@ class EvictionState(NamedTuple):
     `pool_min_live` is that of `EvictionParams`; `pool` holds the best victims of the last scan.
 
     Per op: `seen` is the stamp of the last traversal. Lists: `order`, the ops to run for the
-    current position; `event`, the ops run; live tensors, `large` and `small`; those that `changed`
-    since the pool was filled; retained ones `to_check`. `stack` is that of graph traversals.
+    current position; `event`, the ops run; `live` tensors, large ones in row 0 and small ones in
+    row 1, `live_count` of them; tensors that `changed` since the pool was filled; retained ones
+    `to_check`. `stack` is that of graph traversals.
     """
 
     budget: int
@@ -91,8 +90,8 @@ class EvictionState(NamedTuple):
     tensor: Table[Tensor]
     seen: Ints
     order: Ints
-    large: Ints
-    small: Ints
+    live: IntTable
+    live_count: Ints
     changed: Ints
     to_check: Ints
     stack: Ints
