@@ -17,12 +17,16 @@ def candidate_cost(a: Program, s: SearchState, limit: float) -> float:
 
 
 @inner
-def memory_excess(s: SearchState, capacity: int) -> float:
-    """Memory excess of a candidate of finite cost, as a share of `capacity` (bytes); 0 if it fits.
+def evaluate(a: Program, s: SearchState, capacity: int, limit: float) -> tuple[float, float]:
+    """Cost (µs) of the candidate and its memory excess, as a share of `capacity` (bytes); 0 if it
+    fits.
 
-    Sets `peak_event`, the event with the largest excess, and `peak_excess`, its bytes above the
-    capacity.
+    The cost is infinite above `limit` or if the candidate is no schedule. Sets `peak_event`, the
+    event with the largest excess, and `peak_excess`, its bytes above the capacity.
     """
+    cost = candidate_cost(a, s, limit)
+    if cost == np.inf:
+        return np.inf, np.inf
     live, worst, total, area = 0, -1, 0.0, 0.0  # `live` is before block b
     for b in range(s.now.blocks):
         if s.block[b].is_dirty:
@@ -43,7 +47,7 @@ def memory_excess(s: SearchState, capacity: int) -> float:
         area += live * s.block[b].events + s.block[b].area
         live += s.block[b].net
     s.now.area = area
-    return excess_share(worst, total, capacity)
+    return cost, excess_share(worst, total, capacity)
 
 
 @inlined

@@ -10,7 +10,7 @@ that costs time and saves memory.
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import Ints, Program
+from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
 from coop_plan.planner.core.lifetimes import OFFLOAD, PREFETCH, WAIT
 from coop_plan.planner.search.compute.event_list import position_of
@@ -21,20 +21,17 @@ from coop_plan.planner.search.makespan.sequence import MakespanState
 
 
 @inner
-def evaluate(
-    a: Program, m: MakespanState, capacity: int, host: int, limit: float
-) -> tuple[float, float]:
+def evaluate(a: Program, m: MakespanState, capacity: int, limit: float) -> tuple[float, float]:
     """Makespan (µs) of the candidate and its memory excess, as shares of the capacities (bytes).
 
-    Infinite if the sequence is no schedule or its makespan exceeds `limit`. A negative `host` is no
-    limit.
+    Infinite if the sequence is no schedule or its makespan exceeds `limit`.
     """
     if candidate_cost(a, m.search, limit) == np.inf or not _respects_homes(a, m):
         return np.inf, np.inf
     _list_events(a, m)
     _list_offloads(m)
     _find_latest_starts(m)
-    return _simulate(a, m, capacity, host, limit)
+    return _simulate(a, m, capacity, limit)
 
 
 @inlined
@@ -46,15 +43,15 @@ def _respects_homes(a: Program, m: MakespanState) -> bool:
         x = s.tensor[m.home_copies[i]].head
         if s.access[x].end != s.access[x].event:
             return False
-    for i in range(m.returned.shape[0]):
-        x = s.tensor[m.returned[i, 0]].tail
-        while s.event[s.access[x].event].code != m.returned[i, 1]:
+    for i in range(m.returned.size):
+        x = s.tensor[m.returned[i].tensor].tail
+        while s.event[s.access[x].event].code != m.returned[i].op:
             x = s.access[x].previous
         if s.event[s.access[s.access[x].write].event].code < a.ops:
             return False
-    for i in range(m.versions.shape[0]):
-        made = s.access[s.tensor[m.versions[i, 0]].head].event
-        used = s.access[s.tensor[m.versions[i, 1]].tail].event
+    for i in range(m.versions.size):
+        made = s.access[s.tensor[m.versions[i].made].head].event
+        used = s.access[s.tensor[m.versions[i].used].tail].event
         if position_of(s, used) > position_of(s, made):
             return False
     return True
@@ -129,9 +126,7 @@ def _find_latest_starts(m: MakespanState) -> None:
 
 
 @inner
-def _simulate(
-    a: Program, m: MakespanState, capacity: int, host: int, limit: float
-) -> tuple[float, float]:
+def _simulate(a: Program, m: MakespanState, capacity: int, limit: float) -> tuple[float, float]:
     """Simulate compute and both copy engines, event by event; see `evaluate`."""
     s, flow = m.search, m.flow
     s.now.peak_event, s.now.peak_excess = NONE, 0
@@ -154,9 +149,9 @@ def _simulate(
             saved = s.event[e].inplace_saved
             new_bytes -= saved if none_waits else _inplace_saving(a, m, e, op)
         # Offloads that begin before this op ends, and those that have ended by now.
-        _start_offloads(m, at, a.cost[op], host, a.size)
+        _start_offloads(m, at, a.cost[op])
         while flow.left < flow.sent and m.sent[flow.left].end_us <= flow.now_us:
-            _finish_offload(m, at, host, a.size)
+            _finish_offload(m, at)
         # Prefetches due now. One whose first read is still ahead is delayed as long as its bytes
         # are not free.
         while started < flow.prefetches and m.prefetch[started].latest_start <= at:
@@ -176,14 +171,14 @@ def _simulate(
                         break
             # A tensor must have been offloaded before it is prefetched.
             while not m.tensor[t].is_away and _has_pending_offload(m):
-                _finish_offload(m, at, host, a.size)
-            _wait_for_room(m, at, a.size[t], capacity, host, a.size)
+                _finish_offload(m, at)
+            _wait_for_room(m, at, a.size[t], capacity)
             flow.in_free_us = max(flow.now_us, flow.in_free_us) + m.tensor[t].prefetch_us
             m.prefetch[started].arrival_us = flow.in_free_us
             _record(m, at, PREFETCH, t)
             flow.live += a.size[t]
             started += 1
-        _wait_for_room(m, at, new_bytes, capacity, host, a.size)
+        _wait_for_room(m, at, new_bytes, capacity)
         # Compute waits for the prefetches that this op reads.
         while arrived < started and m.prefetch[arrived].first_reader == at:
             t = s.access[m.prefetch[arrived].marker].tensor
@@ -191,7 +186,7 @@ def _simulate(
             _record(m, at, WAIT, t)
             flow.host_live -= m.tensor[t].host_bytes if m.tensor[t].last_prefetch == arrived else 0
             arrived += 1
-        _start_offloads(m, at, a.cost[op], host, a.size)  # compute may have waited since
+        _start_offloads(m, at, a.cost[op])  # compute may have waited since
         flow.now_us += a.cost[op]
         # Lower bound on the makespan: no stall from here on.
         if flow.now_us + (stall_free_end - m.start_us[at + 1]) > limit:
@@ -216,8 +211,8 @@ def _simulate(
             _enqueue(m, position_of(s, m.tensor[t].last_reader), t)
             t = m.tensor[t].next_produced
     share = excess_share(worst, total, capacity)
-    if host >= 0:
-        share += excess_share(flow.host_excess, flow.host_excess_sum, host)
+    if flow.host_capacity >= 0:
+        share += excess_share(flow.host_excess, flow.host_excess_sum, flow.host_capacity)
     return max(flow.now_us, flow.host_end_us), share
 
 
@@ -267,43 +262,41 @@ def _has_pending_offload(m: MakespanState) -> bool:
 
 
 @inlined
-def _wait_for_room(
-    m: MakespanState, at: int, bytes_: int, capacity: int, host: int, size: Ints
-) -> None:
+def _wait_for_room(m: MakespanState, at: int, bytes_: int, capacity: int) -> None:
     """Wait for offloads to end until `bytes_` more fit, if they ever suffice."""
     flow = m.flow
     while _has_pending_offload(m):
         missing = flow.live + bytes_ - capacity
         if missing <= 0 or missing > flow.awaiting_offload:
             break
-        _finish_offload(m, at, host, size)
+        _finish_offload(m, at)
 
 
 @inlined
-def _finish_offload(m: MakespanState, at: int, host: int, size: Ints) -> None:
+def _finish_offload(m: MakespanState, at: int) -> None:
     """Wait for the next offload to end; its bytes are free unless the tensor is still read."""
     flow = m.flow
     if flow.left == flow.sent:
-        _start_offload(m, at, host, size)
+        _start_offload(m, at)
     t = m.sent[flow.left].tensor
     m.flow.now_us = max(m.flow.now_us, m.sent[flow.left].end_us)
     flow.left += 1
     m.tensor[t].is_away = True
     _record(m, at, WAIT, t)
     if position_of(m.search, m.tensor[t].last_reader) < at:
-        flow.live -= size[t]
-        flow.awaiting_offload -= size[t]
+        flow.live -= m.tensor[t].bytes
+        flow.awaiting_offload -= m.tensor[t].bytes
 
 
 @inlined
-def _start_offloads(m: MakespanState, at: int, cost_us: float, host: int, size: Ints) -> None:
+def _start_offloads(m: MakespanState, at: int, cost_us: float) -> None:
     """Begin the queued offloads whose engine is free before an op of this cost (µs) ends."""
     while m.flow.queued > 0 and m.flow.out_free_us <= m.flow.now_us + cost_us:
-        _start_offload(m, at, host, size)
+        _start_offload(m, at)
 
 
 @inlined
-def _start_offload(m: MakespanState, at: int, host: int, size: Ints) -> None:
+def _start_offload(m: MakespanState, at: int) -> None:
     """Begin the first queued offload and remove it from the heap."""
     flow = m.flow
     # Pop the heap's root: the last entry sinks from there.
@@ -325,9 +318,10 @@ def _start_offload(m: MakespanState, at: int, host: int, size: Ints) -> None:
     flow.sent += 1
     _record(m, at, OFFLOAD, t)
     flow.host_live += m.tensor[t].host_bytes
-    if flow.host_live > host:
-        flow.host_excess = max(flow.host_excess, flow.host_live - host)
-        flow.host_excess_sum += flow.host_live - host
+    excess = flow.host_live - flow.host_capacity
+    if excess > 0:
+        flow.host_excess = max(flow.host_excess, excess)
+        flow.host_excess_sum += excess
 
 
 @inlined

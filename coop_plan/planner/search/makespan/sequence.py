@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import Floats, Ints, IntTable, Program, to_arrays, to_program
+from coop_plan.planner.core.arrays import Floats, Ints, Program, to_arrays, to_program
 from coop_plan.planner.core.lifetimes import PREFETCH, RUN
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.records import Int32, Record, Table, record, table
@@ -36,6 +36,7 @@ class Tensor(Record):
     offload_us: float
     prefetch_us: float
     host_us: float
+    bytes: int
     host_bytes: int
     last_prefetch: Int32
     producer: Int32
@@ -51,6 +52,20 @@ class Event(Record):
 
     produced: Int32
     last_reads: Int32
+
+
+class Returned(Record):
+    """An entry of `Homes.returned` (`planner.core.problem`)."""
+
+    tensor: Int32
+    op: Int32
+
+
+class Version(Record):
+    """An entry of `Homes.versions` (`planner.core.problem`): an output and its input."""
+
+    made: Int32
+    used: Int32
 
 
 class Prefetch(Record):
@@ -95,6 +110,7 @@ class Flow(Record):
     in_free_us: float  # when the engine from the host is free
     host_end_us: float  # when the host has computed what follows the offloads begun
     host_excess_sum: float  # bytes, over all offloads
+    host_capacity: int  # negative: no limit
     live: int
     awaiting_offload: int  # of the live bytes: unused and waiting for their offload
     host_live: int
@@ -116,13 +132,13 @@ class MakespanState(NamedTuple):
     start if compute never waits. `prefetch` is in the order of first reads, `sent` in the order of
     starts, `queue` a heap, and `offloaded` lists tensors.
 
-    `home_copies`, `returned` and `versions` are those of `planner.core.problem.Homes`.
+    `home_copies` is `planner.core.problem.Homes.copies`.
     """
 
     search: SearchState
     home_copies: Ints
-    returned: IntTable
-    versions: IntTable
+    returned: Table[Returned]
+    versions: Table[Version]
     tensor: Table[Tensor]
     event: Table[Event]
     order: Int32s
@@ -166,33 +182,36 @@ def to_closed_program(problem: Problem) -> Program:
 
 def new_state(problem: Problem, a: Program, max_events: int, params: MoveParams) -> MakespanState:
     """State without a sequence, for up to `max_events` events of a closed program."""
-    device, tensors, bytes_ = problem.device, a.size.size, to_arrays(problem).bytes
-    with np.errstate(divide="ignore", invalid="ignore"):  # 0 bytes without a link
-        offload_us = device.copy_latency_us + bytes_ * 1e6 / np.float64(device.d2h_bytes_per_s)
-        prefetch_us = device.copy_latency_us + bytes_ * 1e6 / np.float64(device.h2d_bytes_per_s)
-    homes = problem.homes
+    device, homes, bytes_ = problem.device, problem.homes, to_arrays(problem).bytes
     home_copies = np.array(homes.copies, dtype=np.int64)
-    returned = np.array(homes.returned, dtype=np.int64).reshape(-1, 2)
-    versions = np.array(homes.versions, dtype=np.int64).reshape(-1, 2)
-    host_bytes = a.size.copy()
-    host_us = np.zeros(tensors)
+    returned, versions = table(Returned, len(homes.returned)), table(Version, len(homes.versions))
+    returned[:], versions[:] = list(homes.returned), list(homes.versions)
+    tensor, event = table(Tensor, a.size.size), table(Event, max_events + 1)
+    with np.errstate(divide="ignore", invalid="ignore"):  # 0 bytes without a link
+        tensor["offload_us"] = bytes_ * 1e6 / np.float64(device.d2h_bytes_per_s)
+        tensor["prefetch_us"] = bytes_ * 1e6 / np.float64(device.h2d_bytes_per_s)
+    tensor["offload_us"] += device.copy_latency_us
+    tensor["prefetch_us"] += device.copy_latency_us
+    tensor["bytes"] = tensor["host_bytes"] = a.size
     for t, duration_us in homes.host_us:
-        host_us[t] = duration_us
-    host_bytes[home_copies] = host_bytes[returned[host_us[returned[:, 0]] == 0.0, 0]] = 0
-    offload_us[home_copies] = prefetch_us[returned[:, 0]] = 0.0
+        tensor[t].host_us = duration_us
+    tensor["offload_us"][home_copies] = tensor["host_bytes"][home_copies] = 0
+    for t, _ in homes.returned:
+        tensor[t].prefetch_us = 0.0
+        if tensor[t].host_us == 0.0:
+            tensor[t].host_bytes = 0
+    event["produced"] = event["last_reads"] = NONE
     linked = "transfers" in problem.beyond_recomputation
     movable = np.array(problem.movable, dtype=np.uint8) * np.uint8(linked)
-    movable[np.setdiff1d(versions[:, 1], home_copies)] = 0
+    movable[np.setdiff1d(versions["used"], home_copies)] = 0
     recomputable = np.array([*problem.rerunnable(problem.rematerializable), False], dtype=np.uint8)
     evictable = (a.producer >= 0) & (
         (movable == 1) | ((a.evictable == 1) & (recomputable[a.producer] == 1))
     )
     search = allocate(a, max_events, params, recomputable, evictable * (a.size > 0) * 1.0)
     search.tensor["is_movable"] = movable
-    tensor, event = table(Tensor, tensors), table(Event, max_events + 1)
-    tensor["offload_us"], tensor["prefetch_us"] = offload_us, prefetch_us
-    tensor["host_us"], tensor["host_bytes"] = host_us, host_bytes
-    event["produced"] = event["last_reads"] = NONE
+    flow, host = record(Flow), problem.host_budget
+    flow.host_capacity = -1 if host is None else host
     return MakespanState(
         search=search,
         home_copies=home_copies,
@@ -203,11 +222,11 @@ def new_state(problem: Problem, a: Program, max_events: int, params: MoveParams)
         order=np.zeros(max_events, dtype=np.int32),
         start_us=np.zeros(max_events + 1),
         prefetch=table(Prefetch, max_events),
-        offloaded=np.zeros(tensors, dtype=np.int32),
-        queue=table(Queued, tensors),
-        sent=table(Sent, tensors),
-        transfer=table(Transfer, 2 * max_events + 2 * tensors),
-        flow=record(Flow),
+        offloaded=np.zeros(a.size.size, dtype=np.int32),
+        queue=table(Queued, a.size.size),
+        sent=table(Sent, a.size.size),
+        transfer=table(Transfer, 2 * max_events + 2 * a.size.size),
+        flow=flow,
     )
 
 
