@@ -46,7 +46,7 @@ def metropolis(
     np.random.seed(seed)
     if not load(a, s):
         return np.inf, np.inf
-    return walk(a, s, s, evaluate, repair, steps, capacity, temperature, penalty)
+    return walk(a, s, s, evaluate, repair, True, steps, capacity, temperature, penalty)
 
 
 @inlined
@@ -56,6 +56,7 @@ def walk(
     state: State,
     evaluate: Callable[[Program, State, int, float], tuple[float, float]],
     repair: Callable[[Program, State], bool],
+    reorders: bool,
     steps: int,
     capacity: int,
     temperature: float,
@@ -64,19 +65,19 @@ def walk(
     """Make `steps` steps from the loaded sequence of `s` and store where they end.
 
     `evaluate` returns cost (µs) and memory excess of the candidate of `state`, whose sequence is
-    `s`, and `repair` changes one that exceeds `capacity` (bytes). A candidate has energy cost +
-    `penalty` (µs) * excess, and is accepted with probability exp(-increase / `temperature`), µs.
-    Returns cost and excess of the last accepted one.
+    `s`, and `repair` changes one that exceeds `capacity` (bytes). With `reorders` first runs move,
+    too. A candidate has energy cost + `penalty` (µs) * excess, and is accepted with probability
+    exp(-increase / `temperature`), µs. Returns cost and excess of the last accepted one.
     """
     current_cost, current_excess = evaluate(a, state, capacity, np.inf)
-    current_area, first_run_chance = s.now.area, s.params.first_run_chance
+    current_area = s.now.area
     for _ in range(steps):
         # Drawing the acceptance threshold first lets an evaluation stop early above it:
         # u < exp(-d / T) is d < T * Exp(1).
         energy = current_cost + penalty * current_excess
         limit = energy + temperature * np.random.exponential()
         accepted = False
-        moves_first_run = first_run_chance > 0.0 and np.random.random() < first_run_chance
+        moves_first_run = reorders and np.random.random() < s.params.first_run_chance
         if move_first_run(a, s) if moves_first_run else propose(a, s):
             repair_early = np.random.random() < REPAIR_CHANCE
             for repairs in range(s.params.max_repairs + 1):

@@ -60,4 +60,4 @@ def metropolis(
     np.random.seed(seed)
     if not _load(a, m):
         return np.inf, np.inf
-    return walk(a, m.search, m, evaluate, repair, steps, capacity, temperature, penalty)
+    return walk(a, m.search, m, evaluate, repair, False, steps, capacity, temperature, penalty)
