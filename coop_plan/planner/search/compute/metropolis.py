@@ -41,16 +41,16 @@ def metropolis(
 ) -> tuple[float, float]:
     """Make `steps` Metropolis steps from the stored sequence and store where they end.
 
-    Returns cost and excess as `evaluate_sequence` does; see `walk`.
+    Returns cost and excess as `evaluate_sequence` does; see `take_steps`.
     """
     np.random.seed(seed)
     if not load(a, s):
         return np.inf, np.inf
-    return walk(a, s, s, evaluate, repair, True, steps, capacity, temperature, penalty)
+    return take_steps(a, s, s, evaluate, repair, True, steps, capacity, temperature, penalty)
 
 
 @inlined
-def walk(
+def take_steps(
     a: Program,
     s: SearchState,
     state: State,

@@ -10,7 +10,7 @@ from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inner, njit
 from coop_plan.planner.search.compute.edits import accept, eliminate_dead, load, store
 from coop_plan.planner.search.compute.liveness import mark_stale, update_liveness
-from coop_plan.planner.search.compute.metropolis import walk
+from coop_plan.planner.search.compute.metropolis import take_steps
 from coop_plan.planner.search.makespan.objective import evaluate
 from coop_plan.planner.search.makespan.repair import repair
 from coop_plan.planner.search.makespan.sequence import MakespanState
@@ -55,9 +55,11 @@ def metropolis(
 ) -> tuple[float, float]:
     """Make `steps` Metropolis steps from the stored sequence and store where they end.
 
-    Returns makespan and excess as `evaluate_sequence` does; see `walk`.
+    Returns makespan and excess as `evaluate_sequence` does; see `take_steps`.
     """
     np.random.seed(seed)
     if not _load(a, m):
         return np.inf, np.inf
-    return walk(a, m.search, m, evaluate, repair, False, steps, capacity, temperature, penalty)
+    return take_steps(
+        a, m.search, m, evaluate, repair, False, steps, capacity, temperature, penalty
+    )
