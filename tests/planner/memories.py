@@ -14,7 +14,6 @@ import numpy as np
 from coop_plan.planner import Problem, plan
 from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.method import Request
-from coop_plan.planner.online import columns as c
 from coop_plan.planner.online import neighbours, simulator, space, state, window
 from coop_plan.planner.online.run import simulate_arena
 from tests.support import make_graph
@@ -118,23 +117,20 @@ class Memory:
         how = {"partition": False, "dependents": dependents}
         s = state.empty_arena(problem, sum(sizes), MANY_EVENTS, **how)
         self.arrays, self.s = to_arrays(problem), s
-        owners = [number[b.name] if isinstance(b, Block) else c.FREE for b in layout]
+        owners = [number[b.name] if isinstance(b, Block) else state.FREE for b in layout]
         starts = np.cumsum([0, *sizes])[:-1]
         blocks = zip(sizes, starts, owners, strict=True)
-        holes = sorted((size, at) for size, at, owner in blocks if owner == c.FREE)
-        s.counts[c.BLOCKS], s.counts[c.HOLES] = len(sizes), len(holes)
-        s.block[c.BLOCK_AT, : len(sizes)] = starts
-        s.block[c.BLOCK_SIZE, : len(sizes)] = sizes
-        s.block[c.OWNER, : len(sizes)] = owners
-        for hole, (size, at) in enumerate(holes):
-            s.block[c.HOLE_SIZE, hole], s.block[c.HOLE_AT, hole] = size, at
-        s.total[c.CLOCK] = 1000.0
-        for t, block in enumerate(self.blocks):
-            s.times[c.LAST_ACCESS, t] = 1000.0 - block.age
-            s.tensor[c.PINS, t] = block.pinned
+        holes = sorted((size, at) for size, at, owner in blocks if owner == state.FREE)
+        s.now.blocks, s.now.holes = len(sizes), len(holes)
+        block, hole = s.block[: len(sizes)], s.hole[: len(holes)]
+        block["offset"], block["bytes"], block["owner"] = starts, sizes, owners
+        hole["bytes"], hole["offset"] = np.array(holes, dtype=np.int64).reshape(-1, 2).T
+        s.now.clock_us = 1000.0
+        s.tensor["last_access_us"] = [1000.0 - block.age for block in self.blocks]
+        s.tensor["pins"] = [block.pinned for block in self.blocks]
         for at, owner in zip(starts, owners, strict=True):
-            if owner != c.FREE:
-                s.tensor[c.LIVE, owner], s.tensor[c.ADDRESS, owner] = 1, at
+            if owner != state.FREE:
+                s.tensor[owner].is_live, s.tensor[owner].offset = True, at
         for block in gone:
             self.evict(block.name)
 
@@ -147,14 +143,14 @@ class Memory:
         return self._victims(_single(self.s, SINGLE_WITH_NEIGHBOURS if neighbours else SINGLE))
 
     def _victims(self, count):
-        return "".join(self.names[t] for t in self.s.block[c.VICTIM, :count])
+        return "".join(self.names[t] for t in self.s.victims[:count])
 
     def make_room(self, size, rule):
         """Allocate for nobody, evicting; the offset and the names of what was evicted, in order."""
         owner = len(self.names)
         at = _make_room(self.arrays, self.s, size, owner, self.reader, rule)
-        count = self.s.counts[c.DROPS]
-        return at, "".join(self.names[t] for t in self.s.record[c.DROPPED, :count])
+        dropped = self.s.drop["tensor"][: self.s.now.drops]
+        return at, "".join(self.names[t] for t in dropped)
 
     def allocate(self, size, *, right=False):
         """The offset of `size` bytes for nobody, `NO_ROOM` if no free block holds them."""
@@ -162,7 +158,7 @@ class Memory:
 
     def release(self, name):
         """Free the block of a tensor."""
-        _release(self.s, self.s.tensor[c.ADDRESS, self.names.index(name)])
+        _release(self.s, self.s.tensor[self.names.index(name)].offset)
 
     def evict(self, name):
         """Tell e* that the tensor has gone."""
@@ -178,9 +174,8 @@ class Memory:
 
     def layout(self):
         """Sizes in address order: (name, "?" for nobody's or "" for free, bytes)."""
-        s, count = self.s, self.s.counts[c.BLOCKS]
-        owner = s.block[c.OWNER, :count].tolist()
-        size = s.block[c.BLOCK_SIZE, :count].tolist()
+        block = self.s.block[: self.s.now.blocks]
+        owner, size = block["owner"].tolist(), block["bytes"].tolist()
         self.check(owner, size)
         names = [*self.names, "?", ""]  # the last one is FREE's
         return [(names[t], bytes_) for t, bytes_ in zip(owner, size, strict=True)]
@@ -189,13 +184,13 @@ class Memory:
         """What holds of any arena: blocks tile it, no two free ones touch, holes are listed."""
         s = self.s
         starts = np.cumsum([0, *size])
-        assert s.block[c.BLOCK_AT, : len(size)].tolist() == starts[:-1].tolist()
+        assert s.block["offset"][: len(size)].tolist() == starts[:-1].tolist()
         assert starts[-1] == s.capacity
-        assert (c.FREE, c.FREE) not in list(pairwise(owner))
+        assert (state.FREE, state.FREE) not in list(pairwise(owner))
         ends = zip(owner, size, starts[:-1], strict=True)
-        free = [(bytes_, at) for t, bytes_, at in ends if t == c.FREE]
-        holes = s.block[[c.HOLE_SIZE, c.HOLE_AT], : s.counts[c.HOLES]]
-        assert list(zip(*holes.tolist(), strict=True)) == sorted(free)
+        free = [(bytes_, at) for t, bytes_, at in ends if t == state.FREE]
+        holes = s.hole[["bytes", "offset"]][: s.now.holes]
+        assert holes.tolist() == sorted(free)
 
 
 class Step:
@@ -246,16 +241,16 @@ class Step:
         problem = self.problem()
         s = state.empty_arena(problem, 1, MANY_EVENTS, partition=False)
         for name in live:
-            s.tensor[c.LIVE, self.ids[name]] = 1
+            s.tensor[self.ids[name]].is_live = True
         _pin(to_arrays(problem), s, goal)
-        pins = s.tensor[c.PINS, : len(self.ids)].tolist()
+        pins = s.tensor["pins"].tolist()
         return {self.name(t): count for t, count in enumerate(pins) if count}
 
     def expensive(self):
         """The names of what is allocated from the right end."""
         problem = self.problem()
         arena = state.empty_arena(problem, 1, MANY_EVENTS, partition=True)
-        right = arena.op[c.FROM_RIGHT]
+        right = arena.op["from_right"]
         return "".join(self.name(problem.op_outputs[op][0]) for op in np.flatnonzero(right))
 
     def run(self, arena, rule=WINDOW, *, partition=False, inplace=False, **how):
@@ -269,9 +264,9 @@ class Step:
 
         And the names of what is in one though it is there, or in none though it has gone.
         """
-        node, live = run.state.tensor[[c.NODE, c.LIVE], : len(self.ids)]
-        written = run.state.tensor[c.WRITTEN, : len(self.ids)] == 1
-        wrong = written & ((node >= 0) == (live == 1)) & ~np.array(self.problem().outside)
+        tensor = run.state.tensor
+        node, live, written = tensor["node"], tensor["is_live"], tensor["is_written"]
+        wrong = written & ((node >= 0) == live) & ~np.array(self.problem().outside)
         return tuple(
             "".join(sorted(self.name(t) for t in np.flatnonzero(chosen)))
             for chosen in (node >= 0, wrong)
@@ -279,7 +274,7 @@ class Step:
 
     def placed(self, run):
         """By name: the last offset at which a run made a tensor in the arena."""
-        record = run.state.record[c.OFFSET, : run.state.counts[c.OFFSETS]].tolist()
+        record = run.state.offsets[: run.state.now.offsets].tolist()
         return dict(zip(self._made_in_arena(run), record, strict=True))
 
     def _made_in_arena(self, run):
@@ -292,14 +287,14 @@ class Step:
 
     def _makes(self, run):
         """Event and name of all that a run made."""
-        ops = run.state.event[c.EVENT_OP, : run.state.counts[c.EVENTS]].tolist()
+        ops = run.state.event["what"][: run.state.now.events].tolist()
         for event, op in enumerate(ops):
             for t in self.problem().op_outputs[op]:
                 yield event, self.name(t)
 
     def evictable(self, run):
         """The names of what may still be evicted at the end of a run."""
-        flags = run.state.tensor[c.EVICTABLE, : len(self.ids)]
+        flags = run.state.tensor["is_evictable"]
         return "".join(self.name(t) for t in np.flatnonzero(flags))
 
     def told(self, run):
@@ -308,10 +303,9 @@ class Step:
 
         "b=a" is b in a's place.
         """
-        record, count = run.state.record, run.state.counts
-        inplace = record[c.INPLACE_EVENT : c.INPLACE_SOURCE + 1, : count[c.WRITES]]
-        source = {(event, self.name(out)): self.name(t) for event, out, t in inplace.T.tolist()}
-        drops = record[[c.DROP_EVENT, c.DROPPED], : count[c.DROPS]].T.tolist()
+        s = run.state
+        inplace, drops = s.inplace[: s.now.inplace].tolist(), s.drop[: s.now.drops].tolist()
+        source = {(event, self.name(out)): self.name(t) for event, out, t in inplace}
         words = [
             (event, 0, f"{name}={source[event, name]}" if (event, name) in source else name)
             for event, name in self._makes(run)

@@ -110,7 +110,7 @@ def test_the_end_of_the_step_reads_a_copy_from_the_host(later):
 
     def cost_of(codes):
         set_sequence(state, np.array(codes))
-        return evaluate_sequence(program, state, 1_000, -1)[0]
+        return evaluate_sequence(program, state, 1_000)[0]
 
     begin, update, read, end = range(4)
     last, first = (problem.op_count + 1 + t for t, _ in (*problem.homes.returned, (0, 0)))

@@ -173,8 +173,8 @@ def test_nothing_is_run_again_after_what_it_reads_was_overwritten():
         ],
     )
     problem = Problem.from_graph(graph)
-    again = new_state(problem, 10, DEFAULTS).recomputable
-    assert again.tolist() == [0, 1, 0, 0]
+    again = new_state(problem, 10, DEFAULTS).op["can_rerun"]
+    assert again.tolist() == [False, True, False, False]
 
 
 def test_where_nothing_can_be_saved_it_is_not_tried(clock):

@@ -14,7 +14,6 @@ from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.method import Request
 from coop_plan.planner.placement.layout import lay_out
 from coop_plan.planner.search.makespan.annealing import MOVES, MakespanSearch, run_parallel
-from coop_plan.planner.search.makespan.columns import LOOK_AHEAD
 from coop_plan.planner.search.makespan.metropolis import evaluate_sequence, metropolis
 from coop_plan.planner.search.makespan.sequence import (
     new_state,
@@ -99,17 +98,8 @@ def test_the_search_measures_what_the_schedule_costs_and_needs(graph, seed, shar
     everything = Schedule.of(problem, range(problem.op_count)).live_bytes().max(initial=0)
     arena = int(share * everything)
     for number in range(20):
-        metropolis(
-            program,
-            state,
-            20,
-            arena,
-            -1,
-            5.0,
-            20.0,
-            100 * seed + number,
-        )
-        cost, over = evaluate_sequence(program, state, arena, -1)
+        metropolis(program, state, 20, arena, 5.0, 20.0, 100 * seed + number)
+        cost, over = evaluate_sequence(program, state, arena)
         schedule = Schedule.of_events(problem, *to_events(state))
         assert cost == pytest.approx(schedule.cost_us)
         runs = [variant for variant in schedule.variants if variant >= 0]
@@ -131,17 +121,18 @@ def test_cold_steps_make_nothing_dearer_or_too_large(graph, seed, share, speeds)
     assume(problem.op_count)
     program = to_closed_program(problem)
     state = new_state(problem, program, 400, MOVES)
+    state.flow.host_capacity = 40
     set_sequence(state, np.arange(problem.op_count))
     everything = Schedule.of(problem, range(problem.op_count)).live_bytes().max(initial=0)
     arena = int(share * everything)
     random = np.random.default_rng(seed)
     for number in range(6):
-        metropolis(program, state, 60, arena, 40, 3.0, 300.0, 10 * seed + number)
-        before, over = evaluate_sequence(program, state, arena, 40)
+        metropolis(program, state, 60, arena, 3.0, 300.0, 10 * seed + number)
+        before, over = evaluate_sequence(program, state, arena)
         for _ in range(8 if over == 0 else 0):
             drawn = int(random.integers(1 << 31))
-            kept = metropolis(program, state, 30, arena, 40, 0.0, 1e12, drawn)
-            after, over = evaluate_sequence(program, state, arena, 40)
+            kept = metropolis(program, state, 30, arena, 0.0, 1e12, drawn)
+            after, over = evaluate_sequence(program, state, arena)
             assert kept == pytest.approx((after, over))  # step by step, and anew
             assert over == 0
             assert after <= before * (1 + 1e-9)
@@ -235,7 +226,7 @@ def test_a_marker_gives_an_offload_and_a_prefetch():
     program = to_closed_program(problem)
     state = new_state(problem, program, 400, MOVES)
     set_sequence(state, np.array([0, 1, 2, 3, 4, program.ops + 1, 5]))
-    cost, over = evaluate_sequence(program, state, 1000, -1)
+    cost, over = evaluate_sequence(program, state, 1000)
     assert (cost, over) == (problem.base_cost_us, 0)
     do, what = to_events(state)
     assert do.tolist() == [0, 1, 0, 3, 0, 0, 2, 0, 3, 0]
@@ -250,7 +241,7 @@ def test_compute_waits_for_bytes_that_are_leaving_only_where_there_is_no_other_r
     stalls = []
     for capacity in (800, 210):
         set_sequence(state, np.array([*range(n - 3), m + 3, n - 3, m + 2, n - 2, m + 1, n - 1]))
-        cost, _ = evaluate_sequence(program, state, capacity, -1)
+        cost, _ = evaluate_sequence(program, state, capacity)
         schedule = Schedule.of_events(problem, *to_events(state))
         assert schedule.cost_us == pytest.approx(cost)
         stalls.append(cost - problem.base_cost_us)
@@ -270,13 +261,10 @@ def test_a_fetch_waits_where_it_fits_now_but_not_beside_what_comes_before_its_re
     program = to_closed_program(problem)
     state = new_state(problem, program, 400, MOVES)
     set_sequence(state, np.array([0, 1, 2, 3, program.ops, 4]))
-    cost, over = evaluate_sequence(program, state, 24, -1)
+    cost, over = evaluate_sequence(program, state, 24)
     assert (cost, over > 0) == (10.0, True)
-    state.flow[LOOK_AHEAD] = 1
-    assert evaluate_sequence(program, state, 24, -1) == (
-        12.0,
-        0.0,
-    )  # it takes 2 µs that are not hidden
+    state.flow.look_ahead = True
+    assert evaluate_sequence(program, state, 24) == (12.0, 0.0)  # 2 µs are not hidden
     do, what = to_events(state)
     assert list(zip(do, what, strict=True))[-3:] == [(2, 0), (3, 0), (0, 4)]
 

@@ -331,7 +331,7 @@ def test_a_sequence_repeats_the_runs_and_prefetches_of_its_schedule(linked):
     state = new_state(problem, to_closed_program(problem), 400, MOVES)
     sequence = to_sequence(made)
     set_sequence(state, sequence)
-    _, excess = evaluate_sequence(to_closed_program(problem), state, kept.arena_bytes, -1)
+    _, excess = evaluate_sequence(to_closed_program(problem), state, kept.arena_bytes)
     assert excess == 0
     runs = sequence[sequence < problem.op_count]
     assert runs.tolist() == made.what[made.do == RUN].tolist()

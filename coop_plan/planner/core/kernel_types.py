@@ -10,6 +10,7 @@ from numba.core import config, types
 
 from coop_plan.planner.core.numba_jit import ENTRIES
 from coop_plan.planner.core.params import Params, values_class
+from coop_plan.planner.core.records import Record, Table
 
 
 def interpreted() -> bool:
@@ -37,7 +38,7 @@ def result_type(kernel: Any) -> Any:
 
 
 def type_of(hint: Any) -> Any:
-    """Type of an argument for numba: a number, a contiguous array, or a named tuple of them."""
+    """Type of an argument for numba: a number, a contiguous array, a record, or a tuple of them."""
     dimensions = 1
     if get_origin(hint) is Annotated:
         hint, dimensions = get_args(hint)
@@ -52,6 +53,10 @@ def type_of(hint: Any) -> Any:
     if get_origin(hint) is np.ndarray:
         dtype = get_args(get_args(hint)[1])[0]
         return types.Array(numba.from_dtype(np.dtype(dtype)), dimensions, "C")
+    if get_origin(hint) is Table:
+        return types.Array(type_of(get_args(hint)[0]), 1, "C")
+    if issubclass(hint, Record):
+        return numba.from_dtype(hint.dtype)
     return _tuple_type(hint)
 
 

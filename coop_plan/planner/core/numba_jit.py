@@ -59,7 +59,14 @@ with _without("coverage", *(() if Path(".numba_config.yaml").exists() else ("yam
 
 log = logging.getLogger("coop-plan")
 
-SHARED = ("arrays.py", "numba_jit.py", "inplace.py", "lifetimes.py", "../search/compute/*.py")
+SHARED = (
+    "arrays.py",
+    "numba_jit.py",
+    "inplace.py",
+    "lifetimes.py",
+    "records.py",
+    "../search/compute/*.py",
+)
 """Modules, relative to this folder, whose functions kernels of other folders compile in."""
 
 P = ParamSpec("P")

@@ -8,9 +8,16 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays, Floats, Ints
 from coop_plan.planner.core.lifetimes import RUN, Blocks, blocks_of, trace
-from coop_plan.planner.heuristic import columns as c
+from coop_plan.planner.core.records import record, table
 from coop_plan.planner.heuristic.eviction import run_evictions
-from coop_plan.planner.heuristic.eviction_state import EvictionState
+from coop_plan.planner.heuristic.eviction_state import (
+    NEVER,
+    EvictionState,
+    Now,
+    Pair,
+    Tensor,
+    Victim,
+)
 from coop_plan.planner.heuristic.params import EvictionParams
 
 
@@ -58,7 +65,7 @@ class Runner:
         pairs = max(1, int(np.diff(arrays.pairs_ptr).max(initial=1)))
         self._scratch = np.empty(max(n, count) + 2, dtype=np.int64)
         self._event = np.empty(events, dtype=np.int64)
-        self._pair = np.empty((2, pairs), dtype=np.int64)
+        self._pair = table(Pair, pairs)
         self._powers: dict[float, Floats] = {}
         self.failed_op = -1
         self.timed_out = False
@@ -75,27 +82,31 @@ class Runner:
         n, count = self.arrays.ops, self.arrays.size.size
         state = EvictionState(
             budget=budget,
-            small=budget // 4096,
+            small_bytes=budget // 4096,
             cap=settings.cap,
             foresee=settings.foresee,
             pool_min_live=params.pool_min_live,
             power=self._power(settings.alpha),
             weight=settings.weight,
-            counts=np.zeros(11, dtype=np.int64),
-            tensor=np.zeros((19, count + 1), dtype=np.int64),
-            value=np.zeros((2, count)),
-            op=np.zeros((2, n + 1), dtype=np.int64),
+            now=record(Now),
+            tensor=table(Tensor, count),
+            seen=np.zeros(n + 1, dtype=np.int64),
             stack=self._scratch,
-            pool=np.empty(params.pool_size, dtype=np.int64),
-            pool_score=np.empty(params.pool_size),
+            pool=table(Victim, params.pool_size),
             event=self._event,
             pair=self._pair,
+            order=np.empty(n + 1, dtype=np.int64),
+            live=np.empty((2, count), dtype=np.int64),
+            live_count=np.zeros(2, dtype=np.int64),
+            changed=np.empty(count, dtype=np.int64),
+            to_check=np.empty(count, dtype=np.int64),
         )
-        state.tensor[c.SLOT] = self.arrays.uses_ptr
-        state.tensor[[c.DEMAND, c.NEXT_USE]] = c.NEVER
-        state.tensor[c.DIRTY] = 1
-        state.tensor[[c.LIST_INDEX, c.FIRST_WAITING]] = -1
-        state.tensor[c.EVICTABLE, :count] = self.arrays.evictable
+        tensor = state.tensor
+        tensor["slot"] = self.arrays.uses_ptr[:count]
+        tensor["demand"] = tensor["next_use"] = NEVER
+        tensor["is_dirty"] = True
+        tensor["list_index"] = tensor["first_waiting"] = -1
+        tensor["is_evictable"] = self.arrays.evictable
         position, cost = 0, 0.0
         while position < n:
             if position and self.out_of_time():
@@ -106,7 +117,7 @@ class Runner:
             )
             if self.failed_op >= 0:
                 return None
-        return Record(cost, self._event[: state.counts[c.EVENTS]].copy())
+        return Record(cost, self._event[: state.now.events].copy())
 
     def _power(self, alpha: float) -> Floats:
         """Each distance of up to n positions to the power of `alpha`, computed once."""

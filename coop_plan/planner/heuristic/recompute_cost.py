@@ -7,24 +7,23 @@ depend only on related tensors, so each eviction and each run marks those as dir
 
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.jit import inlined
-from coop_plan.planner.heuristic import columns as c
-from coop_plan.planner.heuristic.eviction_state import EvictionState
+from coop_plan.planner.heuristic.eviction_state import NEVER, EvictionState
 
 
 @inlined
 def mark_dirty(s: EvictionState, t: int) -> None:
     """Mark the closure and the next use of `t` as out of date."""
-    s.tensor[c.DIRTY, t] = 1
-    if s.tensor[c.IN_DIRTY_LIST, t] == 0 and s.counts[c.POOL_COUNT] > 0:
-        s.tensor[c.IN_DIRTY_LIST, t] = 1
-        s.tensor[c.DIRTY_LIST, s.counts[c.DIRTY_COUNT]] = t
-        s.counts[c.DIRTY_COUNT] += 1
+    s.tensor[t].is_dirty = True
+    if not s.tensor[t].is_changed and s.now.pool > 0:
+        s.tensor[t].is_changed = True
+        s.changed[s.now.changed] = t
+        s.now.changed += 1
 
 
 @inlined
 def next_demand(a: Arrays, s: EvictionState, t: int, position: int) -> int:
     """First position at which an evicted tensor recomputed from `t` is needed."""
-    found = c.NEVER
+    found = NEVER
     for k in range(a.uses_ptr[t], a.uses_ptr[t + 1]):
         op = a.uses[k]
         if op > position:
@@ -32,20 +31,20 @@ def next_demand(a: Arrays, s: EvictionState, t: int, position: int) -> int:
         for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
             child = a.makes[j]
             if (
-                s.tensor[c.LIVE, child] == 0
-                and s.tensor[c.MADE, child] == 1
+                not s.tensor[child].is_live
+                and s.tensor[child].is_made
                 and a.outside[child] == 0
-                and position < s.tensor[c.DEMAND, child] < found
+                and position < s.tensor[child].demand < found
             ):
-                found = s.tensor[c.DEMAND, child]
+                found = s.tensor[child].demand
     return found
 
 
 @inlined
 def propagate_demand(a: Arrays, s: EvictionState, t: int, position: int) -> None:
     """Tensor `t` was evicted until its next use: evicted ancestors are needed by then, too."""
-    due = s.tensor[c.NEXT_USE, t]
-    s.tensor[c.DEMAND, t] = due
+    due = s.tensor[t].next_use
+    s.tensor[t].demand = due
     depth = 0
     s.stack[0] = t
     while depth >= 0:
@@ -53,9 +52,9 @@ def propagate_demand(a: Arrays, s: EvictionState, t: int, position: int) -> None
         depth -= 1
         for k in range(a.reads_ptr[p], a.reads_ptr[p + 1]):
             source = a.reads[k]
-            demand = s.tensor[c.DEMAND, source]
-            if s.tensor[c.LIVE, source] == 0 and (due < demand or demand <= position):
-                s.tensor[c.DEMAND, source] = due
+            demand = s.tensor[source].demand
+            if not s.tensor[source].is_live and (due < demand or demand <= position):
+                s.tensor[source].demand = due
                 depth += 1
                 s.stack[depth] = source
 
@@ -70,11 +69,11 @@ def mark_relatives_dirty(a: Arrays, s: EvictionState, t: int, position: int) -> 
     """
     unneeded = 0
     for down in range(2):
-        s.counts[c.STAMP] += 1
-        stamp = s.counts[c.STAMP]
+        s.now.stamp += 1
+        stamp = s.now.stamp
         depth = 0
         s.stack[0] = t
-        s.tensor[c.VISITED, t] = stamp
+        s.tensor[t].visited = stamp
         while depth >= 0:
             x = s.stack[depth]
             depth -= 1
@@ -85,21 +84,21 @@ def mark_relatives_dirty(a: Arrays, s: EvictionState, t: int, position: int) -> 
                         break
                     for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
                         child = a.makes[j]
-                        if s.tensor[c.LIVE, child] == 1:
+                        if s.tensor[child].is_live:
                             mark_dirty(s, child)
-                        elif s.tensor[c.VISITED, child] != stamp and a.last_use[child] > position:
-                            s.tensor[c.VISITED, child] = stamp
+                        elif s.tensor[child].visited != stamp and a.last_use[child] > position:
+                            s.tensor[child].visited = stamp
                             depth += 1
                             s.stack[depth] = child
             else:
                 p = a.producer[x]
                 for k in range(a.reads_ptr[p], a.reads_ptr[p + 1]):
                     source = a.reads[k]
-                    if s.tensor[c.LIVE, source] == 1:
+                    if s.tensor[source].is_live:
                         mark_dirty(s, source)
-                    elif s.tensor[c.VISITED, source] != stamp:
-                        s.tensor[c.VISITED, source] = stamp
-                        if s.tensor[c.DEMAND, source] == c.NEVER:
+                    elif s.tensor[source].visited != stamp:
+                        s.tensor[source].visited = stamp
+                        if s.tensor[source].demand == NEVER:
                             if unneeded == 256:
                                 continue
                             unneeded += 1
@@ -114,13 +113,13 @@ def closure_cost(a: Arrays, s: EvictionState, t: int, due: int) -> float:
     Evictable tensors whose last use is before position `due` do not count as residents: they would
     have to be retained for `t`.
     """
-    s.counts[c.STAMP] += 1
-    stamp = s.counts[c.STAMP]
+    s.now.stamp += 1
+    stamp = s.now.stamp
     total = 0.0
     visited = 0
     depth = 0
     s.stack[0] = a.producer[t]
-    s.op[c.SEEN, a.producer[t]] = stamp
+    s.seen[a.producer[t]] = stamp
     while depth >= 0:
         op = s.stack[depth]
         depth -= 1
@@ -131,11 +130,11 @@ def closure_cost(a: Arrays, s: EvictionState, t: int, due: int) -> float:
         for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
             source = a.reads[k]
             p = a.producer[source]
-            absent = s.tensor[c.LIVE, source] == 0 or (
-                a.last_use[source] < due and s.tensor[c.EVICTABLE, source] == 1
+            absent = not s.tensor[source].is_live or (
+                a.last_use[source] < due and s.tensor[source].is_evictable
             )
-            if absent and s.op[c.SEEN, p] != stamp:
-                s.op[c.SEEN, p] = stamp
+            if absent and s.seen[p] != stamp:
+                s.seen[p] = stamp
                 depth += 1
                 s.stack[depth] = p
     return total
@@ -151,30 +150,30 @@ def banish(a: Arrays, s: EvictionState, t: int, position: int) -> int:
     descendants will be needed either, and later traversals skip them.
     """
     for apply in range(2):  # check first, then apply
-        s.counts[c.STAMP] += 1
-        stamp = s.counts[c.STAMP]
+        s.now.stamp += 1
+        stamp = s.now.stamp
         depth = 0
         s.stack[0] = t
-        s.tensor[c.VISITED, t] = stamp
+        s.tensor[t].visited = stamp
         while depth >= 0:
             parent = s.stack[depth]
             depth -= 1
             if apply == 1:
-                s.tensor[c.BANISHED, parent] = 1
+                s.tensor[parent].is_banished = True
             for k in range(a.uses_ptr[parent], a.uses_ptr[parent + 1]):
                 op = a.uses[k]
                 if op > position:
                     break
                 for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
                     child = a.makes[j]
-                    if s.tensor[c.VISITED, child] == stamp or a.is_output[child] == 1:
+                    if s.tensor[child].visited == stamp or a.is_output[child] == 1:
                         continue
-                    if s.tensor[c.BANISHED, child] == 1:
+                    if s.tensor[child].is_banished:
                         continue
-                    s.tensor[c.VISITED, child] = stamp
-                    if s.tensor[c.LIVE, child] == 1:
+                    s.tensor[child].visited = stamp
+                    if s.tensor[child].is_live:
                         if apply == 1:
-                            s.tensor[c.EVICTABLE, child] = 0
+                            s.tensor[child].is_evictable = False
                     elif a.last_use[child] > position:
                         return int(child)
                     else:

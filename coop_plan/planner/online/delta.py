@@ -19,10 +19,9 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.online import columns as c
 from coop_plan.planner.online.neighbours import neighbour_cost
 from coop_plan.planner.online.space import NO_ROOM, allocate, free_bytes
-from coop_plan.planner.online.state import MIN_STALENESS_US, ArenaState
+from coop_plan.planner.online.state import FREE, MIN_STALENESS_US, ArenaState
 from coop_plan.planner.online.transfers import (
     begin_offload,
     begin_prefetch,
@@ -35,7 +34,7 @@ from coop_plan.planner.online.transfers import (
 
 @inlined
 def _recomputable(s: ArenaState, t: int) -> bool:
-    return s.tensor[c.EVICTABLE, t] == 1 and s.transfers.recomputes
+    return s.tensor[t].is_evictable and s.transfers.recomputes
 
 
 @inner
@@ -45,25 +44,25 @@ def filter_victim(a: Arrays, s: ArenaState, to_host: bool) -> int:
     With `to_host` only tensors that the director offloads count.
     """
     best, best_score = -1, np.inf
-    for block in range(s.counts[c.BLOCKS]):
-        t = s.block[c.OWNER, block]
-        if t == c.FREE or t >= s.times.shape[1] or s.tensor[c.PINS, t] > 0:
+    for block in range(s.now.blocks):
+        t = s.block[block].owner
+        if t == FREE or t >= s.tensor.size or s.tensor[t].pins > 0:
             continue
-        if s.tensor[c.LEAVING, t] == 1 or s.tensor[c.ARRIVING, t] == 1:
+        if s.tensor[t].is_leaving or s.tensor[t].is_arriving:
             continue
         if to_host and (
-            s.tensor[c.HOSTED, t] == 1 or not directed_to_host(a, s, t, _recomputable(s, t))
+            s.tensor[t].is_hosted or not directed_to_host(a, s, t, _recomputable(s, t))
         ):
             continue
         # Cost of the cheaper action that the director allows.
         cost = swap_us(a, s, t)
-        if _recomputable(s, t) and s.tensor[c.HOSTED, t] == 0 and s.transfers.director:
+        if _recomputable(s, t) and not s.tensor[t].is_hosted and s.transfers.director:
             cost = min(cost, neighbour_cost(s, t))
         elif _recomputable(s, t) and cost == np.inf:
             cost = neighbour_cost(s, t)
         if cost == np.inf:
             continue
-        staleness = max(s.total[c.CLOCK] - s.times[c.LAST_ACCESS, t], MIN_STALENESS_US)
+        staleness = max(s.now.clock_us - s.tensor[t].last_access_us, MIN_STALENESS_US)
         score = cost / (a.size[t] * staleness) if s.transfers.filter else 1.0 / staleness
         if score < best_score:
             best, best_score = t, score
@@ -78,20 +77,20 @@ def next_release(a: Arrays, s: ArenaState) -> int:
     whose offload ends sooner.
     """
     best, soonest = -1, np.inf
-    for block in range(s.counts[c.BLOCKS]):
-        t = s.block[c.OWNER, block]
-        if t == c.FREE or t >= s.times.shape[1] or s.tensor[c.PINS, t] > 0:
+    for block in range(s.now.blocks):
+        t = s.block[block].owner
+        if t == FREE or t >= s.tensor.size or s.tensor[t].pins > 0:
             continue
-        if s.tensor[c.LEAVING, t] == 1 and s.times[c.OFFLOAD_END, t] < soonest:
-            best, soonest = t, s.times[c.OFFLOAD_END, t]
-    if best < 0 or soonest > s.total[c.CLOCK]:
+        if s.tensor[t].is_leaving and s.tensor[t].offload_end_us < soonest:
+            best, soonest = t, s.tensor[t].offload_end_us
+    if best < 0 or soonest > s.now.clock_us:
         t = filter_victim(a, s, False)
         if t >= 0:
-            offloads = s.tensor[c.HOSTED, t] == 0 and directed_to_host(a, s, t, _recomputable(s, t))
-            free_at = s.total[c.CLOCK]
+            offloads = not s.tensor[t].is_hosted and directed_to_host(a, s, t, _recomputable(s, t))
+            free_at = s.now.clock_us
             if offloads:
-                free_at = max(free_at, s.total[c.OUT_FREE]) + s.out_us[t]
-            elif s.tensor[c.HOSTED, t] == 0:
+                free_at = max(free_at, s.now.out_free_us) + s.tensor[t].offload_us
+            elif not s.tensor[t].is_hosted:
                 free_at += neighbour_cost(s, t)
             if free_at < soonest:
                 best = t
@@ -99,38 +98,36 @@ def next_release(a: Arrays, s: ArenaState) -> int:
                     begin_offload(a, s, t)
     if best < 0:
         return 0
-    s.block[c.VICTIM, 0] = best
+    s.victims[0] = best
     return 1
 
 
 @inner
 def start_copies_ahead(a: Arrays, s: ArenaState, position: int) -> None:
     """After an op: begin offloads and prefetches ahead of need."""
-    count = s.times.shape[1]
+    count = s.tensor.size
     # Overlap: free bytes and those being offloaded are below the reserve.
-    if s.transfers.overlap and s.total[c.OUT_FREE] <= s.total[c.CLOCK]:
+    if s.transfers.overlap and s.now.out_free_us <= s.now.clock_us:
         spare = free_bytes(s)
         for t in range(count):
-            if s.tensor[c.LEAVING, t] == 1:
+            if s.tensor[t].is_leaving:
                 spare += a.size[t]
         if spare < s.reserve_bytes:
             t = filter_victim(a, s, True)
             if t >= 0:
                 begin_offload(a, s, t)
-    if not s.transfers.prefetch or s.counts[c.HAS_PREFETCHED] == 0:
+    if not s.transfers.prefetch or not s.now.has_prefetched:
         return
     latest, arriving = 0, 0
     for t in range(count):
-        arriving += s.tensor[c.ARRIVING, t]
+        arriving += s.tensor[t].is_arriving
     # Prefetch: the tensor offloaded last first, as long as a free block holds it.
     while arriving < 2 and latest >= 0:
         latest = -1
         for t in range(count):
-            wanted = s.tensor[c.LIVE, t] == 0 and a.last_use[t] > position
-            is_latest = (
-                latest < 0 or s.tensor[c.OFFLOAD_ORDER, t] > s.tensor[c.OFFLOAD_ORDER, latest]
-            )
-            if s.tensor[c.HOSTED, t] == 1 and wanted and is_latest:
+            wanted = not s.tensor[t].is_live and a.last_use[t] > position
+            is_latest = latest < 0 or s.tensor[t].offload_order > s.tensor[latest].offload_order
+            if s.tensor[t].is_hosted and wanted and is_latest:
                 latest = t
         if latest >= 0:
             at = allocate(s, a.size[latest], latest, False)
@@ -143,8 +140,8 @@ def start_copies_ahead(a: Arrays, s: ArenaState, position: int) -> None:
 @inner
 def end_copies(s: ArenaState) -> None:
     """At the end of the step: wait for all copies."""
-    for t in range(s.times.shape[1]):
-        if s.tensor[c.LEAVING, t] == 1:
+    for t in range(s.tensor.size):
+        if s.tensor[t].is_leaving:
             end_offload(s, t)
-        if s.tensor[c.ARRIVING, t] == 1:
+        if s.tensor[t].is_arriving:
             end_prefetch(s, t)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-import numpy as np
+from numpy.lib.recfunctions import structured_to_unstructured as as_table
 
 from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.core.errors import DoesNotFitError
@@ -12,7 +12,6 @@ from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.method import Progress, Request
-from coop_plan.planner.online import columns as c
 from coop_plan.planner.online.simulator import DONE, RECORD_FULL, advance
 from coop_plan.planner.online.state import ArenaState, Rule, Transfers, empty_arena
 
@@ -30,36 +29,35 @@ class OnlineRun:
     @property
     def cost_us(self) -> float:
         """Cost of all events, µs."""
-        return float(self.state.total[c.CLOCK])
+        return float(self.state.now.clock_us)
 
     @property
     def eviction_free_ratio(self) -> float:
         """Mean of free bytes / arena at forced evictions, the requested block counted as free."""
-        failures = int(self.state.counts[c.FAILURES])
-        return float(self.state.total[c.FREE_RATIOS]) / failures if failures else 0.0
+        now = self.state.now
+        return float(now.free_ratios / now.failures) if now.failures else 0.0
 
     @property
     def evictions(self) -> int:
         """Number of tensors evicted by failed allocations."""
-        return int(self.state.counts[c.EVICTED])
+        return int(self.state.now.evicted)
 
     @cached_property
     def placed(self) -> PlacedSchedule:
         """The schedule with its addresses."""
-        s, count = self.state, self.state.counts
-        events, writes, drops = count[c.EVENTS], count[c.WRITES], count[c.DROPS]
-        rows = [c.INPLACE_EVENT, c.INPLACE_OUT, c.INPLACE_SOURCE]
+        s = self.state
+        event = s.event[: s.now.events]
         schedule = Schedule.with_decisions(
             self.problem,
-            s.event[c.EVENT_OP, :events].copy(),
-            do=s.event[c.EVENT_DO, :events].copy(),
-            taken=np.ascontiguousarray(s.record[rows, :writes].T),
-            dropped=np.ascontiguousarray(s.record[[c.DROP_EVENT, c.DROPPED], :drops].T),
+            event["what"].copy(),
+            do=event["do"].copy(),
+            taken=as_table(s.inplace[: s.now.inplace]),
+            dropped=as_table(s.drop[: s.now.drops]),
         )
         return PlacedSchedule(
             schedule,
-            offset=s.record[c.OFFSET, : count[c.OFFSETS]].copy(),
-            workspace_offset=s.event[c.EVENT_WORKSPACE, :events].copy(),
+            offset=s.offsets[: s.now.offsets].copy(),
+            workspace_offset=event["workspace"].copy(),
         )
 
 

@@ -3,12 +3,16 @@
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.jit import inner, njit
 from coop_plan.planner.core.lifetimes import RUN
-from coop_plan.planner.online import columns as c
 from coop_plan.planner.online.delta import end_copies, next_release, start_copies_ahead
 from coop_plan.planner.online.neighbours import mark_evicted, mark_resident
 from coop_plan.planner.online.space import NO_ROOM, allocate, find, free_bytes, release
 from coop_plan.planner.online.state import ArenaState, Rule
-from coop_plan.planner.online.transfers import begin_prefetch, end_offload, end_prefetch
+from coop_plan.planner.online.transfers import (
+    begin_prefetch,
+    end_offload,
+    end_prefetch,
+    record_event,
+)
 from coop_plan.planner.online.window import cheapest_tensor, cheapest_window
 
 DONE, RECORD_FULL = -1, -2
@@ -23,7 +27,7 @@ def advance(
     Returns `DONE`, `RECORD_FULL` (run again with a longer record), or the op that does not fit.
     """
     for position in range(start, stop):
-        if s.whole_closure == 1:
+        if s.whole_closure:
             _pin_closure(a, s, position)
         status = _compute(a, s, position, max_events, rule, inplace)
         if status != DONE:
@@ -33,17 +37,17 @@ def advance(
             start_copies_ahead(a, s, position)
             if position == a.ops - 1:
                 end_copies(s)
-        for i in range(s.counts[c.RETAINED] - 1, -1, -1):  # backwards: freed ones leave the list
-            _release_if_dead(a, s, s.tensor[c.RETAINED_LIST, i], position)
+        for i in range(s.now.retained - 1, -1, -1):  # backwards: freed ones leave the list
+            _release_if_dead(a, s, s.retained[i], position)
     return DONE
 
 
 @inner
 def _pin_closure(a: Arrays, s: ArenaState, goal: int) -> None:
     """Pin the inputs of `goal` and of every op that must run again for it."""
-    s.counts[c.STAMP] += 1
-    stamp = s.counts[c.STAMP]
-    s.op[c.SEEN, goal] = stamp
+    s.now.stamp += 1
+    stamp = s.now.stamp
+    s.op[goal].seen = stamp
     s.stack[0] = goal
     depth = 1
     while depth > 0:
@@ -51,11 +55,11 @@ def _pin_closure(a: Arrays, s: ArenaState, goal: int) -> None:
         op = s.stack[depth]
         for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
             t = a.reads[k]
-            s.tensor[c.PINS, t] += 1
+            s.tensor[t].pins += 1
             producer = a.producer[t]
-            absent = s.tensor[c.LIVE, t] == 0 and s.tensor[c.HOSTED, t] == 0
-            if absent and s.op[c.SEEN, producer] != stamp:
-                s.op[c.SEEN, producer] = stamp
+            absent = not s.tensor[t].is_live and not s.tensor[t].is_hosted
+            if absent and s.op[producer].seen != stamp:
+                s.op[producer].seen = stamp
                 s.stack[depth] = producer
                 depth += 1
 
@@ -73,31 +77,31 @@ def _compute(
     depth = 1
     while depth > 0:
         op = s.stack[depth - 1]
-        if s.whole_closure == 0 and s.op[c.IS_OPEN, op] == 0:
-            s.op[c.IS_OPEN, op] = 1
+        if not s.whole_closure and not s.op[op].is_open:
+            s.op[op].is_open = True
             for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
-                s.tensor[c.PINS, a.reads[k]] += 1
-                s.times[c.LAST_ACCESS, a.reads[k]] = s.total[c.CLOCK]
+                s.tensor[a.reads[k]].pins += 1
+                s.tensor[a.reads[k]].last_access_us = s.now.clock_us
         # Push the producer of the first missing input; the op is visited again afterwards.
         missing = -1
         for k in range(a.reads_ptr[op + 1] - 1, a.reads_ptr[op] - 1, -1):
             t = a.reads[k]
-            if s.tensor[c.LIVE, t] == 0 and s.tensor[c.HOSTED, t] == 0:
+            if not s.tensor[t].is_live and not s.tensor[t].is_hosted:
                 missing = a.producer[t]
         if missing >= 0:
             s.stack[depth] = missing
             depth += 1
             continue
         # All inputs are live or on the host: run the op, if the record has room for it.
-        s.op[c.IS_OPEN, op] = 0
+        s.op[op].is_open = False
         depth -= 1
-        if s.counts[c.EVENTS] >= max_events:
+        if s.now.events >= max_events:
             return goal
         if (
-            s.counts[c.EVENTS] == s.event.shape[1]
-            or s.counts[c.OFFSETS] + a.makes_ptr[op + 1] - a.makes_ptr[op] > s.record.shape[1]
-            or s.counts[c.NODES] + 2 * s.times.shape[1] > s.record.shape[1]
-            or (s.transfers.swaps and s.counts[c.EVENTS] + 3 * s.times.shape[1] > s.event.shape[1])
+            s.now.events == s.event.size
+            or s.now.offsets + a.makes_ptr[op + 1] - a.makes_ptr[op] > s.drop.size
+            or s.now.nodes + 2 * s.tensor.size > s.drop.size
+            or (s.transfers.swaps and s.now.events + 3 * s.tensor.size > s.event.size)
         ):
             return RECORD_FULL
         if s.transfers.swaps and not _prefetch_inputs(a, s, op, rule):
@@ -111,78 +115,75 @@ def _compute(
 def _execute(a: Arrays, s: ArenaState, op: int, position: int, rule: Rule, inplace: bool) -> bool:
     """Run `op` once; False if an output or the workspace does not fit."""
     low, high = a.makes_ptr[op], a.makes_ptr[op + 1]
-    no_tensor = s.times.shape[1]
-    s.counts[c.TRANSIENT] = 0
-    first = s.counts[c.WRITES]
+    no_tensor = s.tensor.size
+    s.now.transient = 0
+    first = s.now.inplace
     # In-place pairs first, so that their outputs need no allocation. Outputs are pinned until the
     # op is done.
     if inplace:
         _choose_inplace(a, s, op, position)
     for k in range(low, high):
         t = a.makes[k]
-        s.tensor[c.WAS_LIVE, t] = s.tensor[c.LIVE, t]
-        s.tensor[c.PINS, t] += 1
+        s.tensor[t].was_live = s.tensor[t].is_live
+        s.tensor[t].pins += 1
     at = 0
     for k in range(low, high + 1):  # the outputs, then the workspace
         t, size, source, is_transient = no_tensor, a.workspace[op], -1, True
         if k < high:
             t = a.makes[k]
-            if a.outside[t] == 1 and s.tensor[c.WRITTEN, t] == 0:
+            if a.outside[t] == 1 and not s.tensor[t].is_written:
                 continue
             size = a.size[t]
             # A rerun's copy of an output that is live, or outside, is freed after this op.
-            is_transient = s.tensor[c.WAS_LIVE, t] == 1 or a.outside[t] == 1
-            for j in range(first, s.counts[c.WRITES]):
-                if s.record[c.INPLACE_OUT, j] == t:
-                    source = s.record[c.INPLACE_SOURCE, j]
+            is_transient = s.tensor[t].was_live or a.outside[t] == 1
+            for j in range(first, s.now.inplace):
+                if s.inplace[j].out == t:
+                    source = s.inplace[j].source
         if source >= 0:
-            at = s.tensor[c.ADDRESS, source]
-            s.block[c.OWNER, find(s, at)] = t
-            s.tensor[c.LIVE, source] = 0
+            at = s.tensor[source].offset
+            s.block[find(s, at)].owner = t
+            s.tensor[source].is_live = False
             mark_evicted(s, source)
         else:
             at = _allocate(a, s, size, no_tensor if is_transient else t, op, rule)
             if at == NO_ROOM:
                 return False
         if k < high:
-            s.record[c.OFFSET, s.counts[c.OFFSETS]] = at
-            s.counts[c.OFFSETS] += 1
+            s.offsets[s.now.offsets] = at
+            s.now.offsets += 1
         if not is_transient:
-            s.tensor[c.ADDRESS, t] = at
-            s.tensor[c.LIVE, t] = 1
+            s.tensor[t].offset = at
+            s.tensor[t].is_live = True
             mark_resident(s, t)
         elif size > 0:
-            s.transient[s.counts[c.TRANSIENT]] = at
-            s.counts[c.TRANSIENT] += 1
+            s.transient[s.now.transient] = at
+            s.now.transient += 1
     # Compute waits for prefetches of its inputs.
     if s.transfers.swaps:
         for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
-            if s.tensor[c.ARRIVING, a.reads[k]] == 1:
+            if s.tensor[a.reads[k]].is_arriving:
                 end_prefetch(s, a.reads[k])
     # Record the event; the clock is the sum of costs and waits.
-    s.event[c.EVENT_DO, s.counts[c.EVENTS]] = RUN
-    s.event[c.EVENT_OP, s.counts[c.EVENTS]] = op
-    s.event[c.EVENT_WORKSPACE, s.counts[c.EVENTS]] = at
-    s.counts[c.EVENTS] += 1
-    began = s.total[c.CLOCK]
-    s.total[c.CLOCK] += a.cost[op]
-    accessed = began if s.whole_closure == 1 else s.total[c.CLOCK]
+    record_event(s, RUN, op, at)
+    began = s.now.clock_us
+    s.now.clock_us += a.cost[op]
+    accessed = began if s.whole_closure else s.now.clock_us
     # Free transient outputs and the workspace; unpin and date the operands.
-    for i in range(s.counts[c.TRANSIENT]):
+    for i in range(s.now.transient):
         release(s, s.transient[i])
     for k in range(low, high):
         t = a.makes[k]
-        s.tensor[c.PINS, t] -= 1
-        new = s.tensor[c.WAS_LIVE, t] == 0 if s.whole_closure == 1 else s.tensor[c.WRITTEN, t] == 0
+        s.tensor[t].pins -= 1
+        new = not s.tensor[t].was_live if s.whole_closure else not s.tensor[t].is_written
         if new:
-            s.times[c.LAST_ACCESS, t] = accessed
-        s.tensor[c.WRITTEN, t] = 1
-        s.tensor[c.WAS_LIVE, t] = 0
+            s.tensor[t].last_access_us = accessed
+        s.tensor[t].is_written = True
+        s.tensor[t].was_live = False
     for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
-        s.tensor[c.PINS, a.reads[k]] -= 1
-        if s.whole_closure == 1:
-            s.times[c.LAST_ACCESS, a.reads[k]] = accessed
-    if s.whole_closure == 1:
+        s.tensor[a.reads[k]].pins -= 1
+        if s.whole_closure:
+            s.tensor[a.reads[k]].last_access_us = accessed
+    if s.whole_closure:
         _release_operands(a, s, op, position, position)
     return True
 
@@ -192,7 +193,7 @@ def _prefetch_inputs(a: Arrays, s: ArenaState, op: int, rule: Rule) -> bool:
     """Begin to prefetch the inputs of `op` that are on the host; False if one does not fit."""
     for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
         t = a.reads[k]
-        if s.tensor[c.LIVE, t] == 0:
+        if not s.tensor[t].is_live:
             at = _allocate(a, s, a.size[t], t, op, rule)
             if at == NO_ROOM:
                 return False
@@ -203,28 +204,24 @@ def _prefetch_inputs(a: Arrays, s: ArenaState, op: int, rule: Rule) -> bool:
 @inner
 def _choose_inplace(a: Arrays, s: ArenaState, op: int, position: int) -> None:
     """Record in-place pairs whose input has no reader left, in the program or in the closure."""
-    first = s.counts[c.WRITES]
+    first = s.now.inplace
     for k in range(a.pairs_ptr[op], a.pairs_ptr[op + 1]):
         out, source = a.pairs_out[k], a.pairs_in[k]
         if (
             a.last_use[source] <= position
-            and s.tensor[c.PINS, source] == 1
-            and s.tensor[c.EVICTABLE, source] == 1
-            and s.tensor[c.LIVE, out] == 0
-            and s.tensor[c.LEAVING, source] == 0
+            and s.tensor[source].pins == 1
+            and s.tensor[source].is_evictable
+            and not s.tensor[out].is_live
+            and not s.tensor[source].is_leaving
         ):
             free = True
-            for j in range(first, s.counts[c.WRITES]):
-                if s.record[c.INPLACE_OUT, j] in (out, source) or s.record[c.INPLACE_SOURCE, j] in (
-                    out,
-                    source,
-                ):
+            for j in range(first, s.now.inplace):
+                if s.inplace[j].out in (out, source) or s.inplace[j].source in (out, source):
                     free = False
             if free:
-                s.record[c.INPLACE_EVENT, s.counts[c.WRITES]] = s.counts[c.EVENTS]
-                s.record[c.INPLACE_OUT, s.counts[c.WRITES]] = out
-                s.record[c.INPLACE_SOURCE, s.counts[c.WRITES]] = source
-                s.counts[c.WRITES] += 1
+                pair = s.inplace[s.now.inplace]
+                pair.event, pair.out, pair.source = s.now.events, out, source
+                s.now.inplace += 1
 
 
 @inner
@@ -232,7 +229,7 @@ def _allocate(a: Arrays, s: ArenaState, size: int, owner: int, op: int, rule: Ru
     """Offset of `size` bytes after as many evictions as needed, or `NO_ROOM`."""
     if size == 0:
         return 0
-    at = allocate(s, size, owner, s.op[c.FROM_RIGHT, op] == 1)
+    at = allocate(s, size, owner, s.op[op].from_right)
     if at != NO_ROOM:
         return at
     while at == NO_ROOM:
@@ -242,30 +239,29 @@ def _allocate(a: Arrays, s: ArenaState, size: int, owner: int, op: int, rule: Ru
             victims = cheapest_window(s, size) if rule.window else cheapest_tensor(s, rule)
         if victims == 0:
             return NO_ROOM
-        s.counts[c.EVICTED] += victims
+        s.now.evicted += victims
         for i in range(victims):
-            _free(a, s, s.block[c.VICTIM, i])
-        at = allocate(s, size, owner, s.op[c.FROM_RIGHT, op] == 1)
+            _free(a, s, s.victims[i])
+        at = allocate(s, size, owner, s.op[op].from_right)
     # The free ratio counts the requested block as free, as OneFlow's does.
-    s.total[c.FREE_RATIOS] += (free_bytes(s) + size) / s.capacity
-    s.counts[c.FAILURES] += 1
+    s.now.free_ratios += (free_bytes(s) + size) / s.capacity
+    s.now.failures += 1
     return at
 
 
 @inner
 def _free(a: Arrays, s: ArenaState, t: int) -> None:
     """End the lifetime of `t` after the last event so far; waits for a copy of it."""
-    if s.tensor[c.LEAVING, t] == 1:
+    if s.tensor[t].is_leaving:
         end_offload(s, t)
-    if s.tensor[c.ARRIVING, t] == 1:
+    if s.tensor[t].is_arriving:
         end_prefetch(s, t)
-    s.record[c.DROPPED, s.counts[c.DROPS]] = t
-    s.record[c.DROP_EVENT, s.counts[c.DROPS]] = s.counts[c.EVENTS] - 1
-    s.counts[c.DROPS] += 1
-    s.tensor[c.LIVE, t] = 0
+    s.drop[s.now.drops].event, s.drop[s.now.drops].tensor = s.now.events - 1, t
+    s.now.drops += 1
+    s.tensor[t].is_live = False
     if a.size[t] > 0:
-        release(s, s.tensor[c.ADDRESS, t])
-    if s.tensor[c.HOSTED, t] == 0:
+        release(s, s.tensor[t].offset)
+    if not s.tensor[t].is_hosted:
         mark_evicted(s, t)
 
 
@@ -287,12 +283,12 @@ def _release_if_dead(a: Arrays, s: ArenaState, t: int, position: int) -> None:
     A tensor that cannot be recomputed is banished (DTR, appendix C.3): it is freed only if no
     evicted tensor needs it, and tensors computed from it become unevictable.
     """
-    if a.last_use[t] > position or s.tensor[c.PINS, t] > 0 or s.tensor[c.LIVE, t] == 0:
+    if a.last_use[t] > position or s.tensor[t].pins > 0 or not s.tensor[t].is_live:
         return
-    if s.tensor[c.EVICTABLE, t] == 1:
+    if s.tensor[t].is_evictable:
         _free(a, s, t)
     elif _banish(a, s, t, position):
-        if s.tensor[c.IS_RETAINED, t] == 1:
+        if s.tensor[t].is_retained:
             _remove_retained(s, t)
         _free(a, s, t)
     else:
@@ -302,21 +298,21 @@ def _release_if_dead(a: Arrays, s: ArenaState, t: int, position: int) -> None:
 @inner
 def _retain(s: ArenaState, t: int) -> None:
     """Check after every op if `t` can be freed."""
-    if s.tensor[c.IS_RETAINED, t] == 0:
-        s.tensor[c.IS_RETAINED, t] = 1
-        s.tensor[c.RETAINED_LIST, s.counts[c.RETAINED]] = t
-        s.counts[c.RETAINED] += 1
+    if not s.tensor[t].is_retained:
+        s.tensor[t].is_retained = True
+        s.retained[s.now.retained] = t
+        s.now.retained += 1
 
 
 @inner
 def _remove_retained(s: ArenaState, t: int) -> None:
-    s.tensor[c.IS_RETAINED, t] = 0
+    s.tensor[t].is_retained = False
     kept = 0
-    for i in range(s.counts[c.RETAINED]):
-        if s.tensor[c.RETAINED_LIST, i] != t:
-            s.tensor[c.RETAINED_LIST, kept] = s.tensor[c.RETAINED_LIST, i]
+    for i in range(s.now.retained):
+        if s.retained[i] != t:
+            s.retained[kept] = s.retained[i]
             kept += 1
-    s.counts[c.RETAINED] = kept
+    s.now.retained = kept
 
 
 @inner
@@ -325,34 +321,34 @@ def _banish(a: Arrays, s: ArenaState, t: int, position: int) -> bool:
 
     Traverses the descendants of `t` through evicted tensors.
     """
-    s.counts[c.STAMP] += 1
-    stamp = s.counts[c.STAMP]
-    s.tensor[c.VISITED, t] = stamp
-    s.tensor[c.TO_VISIT, 0] = t
+    s.now.stamp += 1
+    stamp = s.now.stamp
+    s.tensor[t].visited = stamp
+    s.to_visit[0] = t
     depth, found = 1, 0
     while depth > 0:
         depth -= 1
-        x = s.tensor[c.TO_VISIT, depth]
+        x = s.to_visit[depth]
         for k in range(a.uses_ptr[x], a.uses_ptr[x + 1]):
             op = a.uses[k]
             if op > position:
                 break
             for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
                 child = a.makes[j]
-                if s.tensor[c.VISITED, child] == stamp or a.is_output[child] == 1:
+                if s.tensor[child].visited == stamp or a.is_output[child] == 1:
                     continue
-                s.tensor[c.VISITED, child] = stamp
-                if s.tensor[c.LIVE, child] == 1 or s.tensor[c.HOSTED, child] == 1:
-                    s.block[c.VICTIM, found] = child
+                s.tensor[child].visited = stamp
+                if s.tensor[child].is_live or s.tensor[child].is_hosted:
+                    s.victims[found] = child
                     found += 1
                 elif a.last_use[child] > position:
                     return False
                 else:
-                    s.tensor[c.TO_VISIT, depth] = child
+                    s.to_visit[depth] = child
                     depth += 1
     for i in range(found):
-        child = s.block[c.VICTIM, i]
-        s.tensor[c.EVICTABLE, child] = 0
+        child = s.victims[i]
+        s.tensor[child].is_evictable = False
         if a.last_use[child] <= position:  # live for recomputes only, now unevictable
             _retain(s, child)
     return True

@@ -5,9 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import Flags, Floats, FloatTable, Ints, IntTable
+from coop_plan.planner.core.arrays import Flags, Ints
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.online import columns as c
+from coop_plan.planner.core.records import Record, Table, record, table
+
+FREE = -1
+"""Owner of a free block."""
 
 MIN_STALENESS_US = 1e-3
 """Lower bound on the staleness of a tensor in a score, µs."""
@@ -31,44 +34,151 @@ class Transfers(NamedTuple):
     overlap: bool = False
 
 
+class Block(Record):
+    """A block of the arena, and its cost in the current choice of a window, µs per µs.
+
+    An owner is a tensor, `FREE`, or the number of tensors for a transient buffer of the current op.
+    """
+
+    offset: int
+    bytes: int
+    owner: int
+    cost: float
+
+
+class Hole(Record):
+    """A free block."""
+
+    offset: int
+    bytes: int
+
+
+class Tensor(Record):
+    """A tensor: its producer's cost, its last access and its copies (µs), and its residency."""
+
+    cost_us: float
+    last_access_us: float
+    offload_us: float  # of a copy to the host
+    prefetch_us: float
+    offload_end_us: float
+    prefetch_end_us: float
+    offset: int
+    visited: int  # stamp of the last graph traversal
+    node: int  # of the union-find, or -1
+    pins: int
+    offload_order: int  # number of its offload
+    is_live: bool
+    was_live: bool  # before the current op
+    is_written: bool  # it was produced before
+    is_retained: bool  # though dead
+    is_evictable: bool
+    is_hosted: bool  # on the host
+    is_leaving: bool  # being offloaded
+    is_arriving: bool  # being prefetched
+    is_movable: bool  # can be offloaded
+
+
+class Op(Record):
+    """An op: the stamp of the last graph traversal, and its allocation."""
+
+    seen: int
+    from_right: bool  # its outputs are allocated from the right
+    is_open: bool  # on the stack with its inputs pinned
+
+
+class Part(Record):
+    """A node of the union-find of evicted tensors: component cost, µs; stamp of the last query."""
+
+    cost_us: float
+    parent: int
+    seen: int
+
+
+class Event(Record):
+    """An event: its kind and subject (`planner.core.lifetimes`), and its workspace's offset."""
+
+    do: int
+    what: int
+    workspace: int
+
+
+class Drop(Record):
+    """The end of a tensor's lifetime after an event."""
+
+    event: int
+    tensor: int
+
+
+class Inplace(Record):
+    """An output that took over the address of an input."""
+
+    event: int
+    out: int
+    source: int
+
+
+class Now(Record):
+    """Scalars of a run: clocks (µs), bytes, and lengths of lists."""
+
+    clock_us: float
+    out_free_us: float  # when the engine to the host is free
+    in_free_us: float  # when the engine from the host is free
+    free_ratios: float  # sum over failed allocations
+    used: int  # bytes allocated
+    host_bytes: int
+    blocks: int
+    holes: int
+    nodes: int
+    events: int
+    offsets: int
+    drops: int
+    inplace: int
+    transient: int
+    retained: int
+    failures: int  # allocations
+    evicted: int  # tensors, by failed allocations
+    offloads: int
+    stamp: int  # of the last graph traversal
+    has_prefetched: bool
+
+
 class ArenaState(NamedTuple):
     """Blocks, evicted components, tensors and the record of a run.
 
-    Few arrays of many rows, because compile time grows with their number. Adjacent free blocks are
-    always merged. An owner is a tensor, `FREE`, or the number of tensors for a transient buffer of
-    the current op. Sizes and offsets are bytes, times µs. `near_ptr` and `near` are the adjacency
-    of e*, `component` the cost of each component.
+    `block` is in address order; adjacent free blocks are always merged. `hole` lists the free ones,
+    sorted by bytes and offset, `victims` the tensors of an eviction, `retained` dead tensors, and
+    `transient` the offsets of the current op's transient buffers. `near_ptr` and `near` are the
+    adjacency of e*. `stack` and `to_visit` are stacks of graph traversals.
 
-    `out_us` and `in_us` are the times of a tensor's copies to the host and back. At least
-    `reserve_bytes` shall be free or being offloaded after each op.
+    At least `reserve_bytes` shall be free or being offloaded after each op.
 
-    With `whole_closure` 1 an op's whole recompute closure is pinned at once, a tensor read only by
-    it is freed with its last pin, and an access is dated to the start of an op that reads or writes
+    With `whole_closure` an op's whole recompute closure is pinned at once, a tensor read only by it
+    is freed with its last pin, and an access is dated to the start of an op that reads or writes
     the tensor.
     """
 
     capacity: int
-    counts: Ints
-    total: Floats
-    block: IntTable
-    costs: Floats
-    near_ptr: Ints
-    near: Ints
-    tensor: IntTable
-    times: FloatTable
-    op: IntTable
-    part: IntTable
-    component: Floats
-    event: IntTable
-    record: IntTable
-    stack: Ints
-    transient: Ints
-    out_us: Floats
-    in_us: Floats
-    transfers: Transfers
     host_budget: int
     reserve_bytes: int
-    whole_closure: int
+    whole_closure: bool
+    transfers: Transfers
+    now: Now
+    block: Table[Block]
+    hole: Table[Hole]
+    victims: Ints
+    near_ptr: Ints
+    near: Ints
+    tensor: Table[Tensor]
+    op: Table[Op]
+    part: Table[Part]
+    event: Table[Event]
+    offsets: Ints
+    drop: Table[Drop]
+    inplace: Table[Inplace]
+    stack: Ints
+    transient: Ints
+    retained: Ints
+    to_visit: Ints
 
 
 def empty_arena(
@@ -97,43 +207,44 @@ def empty_arena(
     near_ptr, near = _neighbours(problem, dependents=dependents)
     state = ArenaState(
         capacity=capacity,
-        counts=np.zeros(16, dtype=np.int64),
-        total=np.zeros(4),
-        block=np.empty((6, blocks), dtype=np.int64),
-        costs=np.empty(blocks),
-        near_ptr=near_ptr,
-        near=near,
-        tensor=np.zeros((16, count + 1), dtype=np.int64),
-        times=np.zeros((4, count)),
-        op=np.zeros((3, n), dtype=np.int64),
-        part=np.zeros((2, drops), dtype=np.int64),
-        component=np.empty(drops),
-        event=np.zeros((3, events), dtype=np.int64),
-        record=np.empty((6, drops), dtype=np.int64),
-        stack=np.empty(events + count, dtype=np.int64),
-        transient=np.empty(max_outputs + 1, dtype=np.int64),
-        out_us=np.full(count, np.inf),
-        in_us=np.full(count, np.inf),
-        transfers=transfers,
         host_budget=-1 if problem.host_budget is None else problem.host_budget,
         reserve_bytes=capacity // 10,
-        whole_closure=int(whole_closure),
+        whole_closure=whole_closure,
+        transfers=transfers,
+        now=record(Now),
+        block=table(Block, blocks),
+        hole=table(Hole, blocks),
+        victims=np.empty(blocks, dtype=np.int64),
+        near_ptr=near_ptr,
+        near=near,
+        tensor=table(Tensor, count),
+        op=table(Op, n),
+        part=table(Part, drops),
+        event=table(Event, events),
+        offsets=np.empty(drops, dtype=np.int64),
+        drop=table(Drop, drops),
+        inplace=table(Inplace, drops),
+        stack=np.empty(events + count, dtype=np.int64),
+        transient=np.empty(max_outputs + 1, dtype=np.int64),
+        retained=np.empty(count, dtype=np.int64),
+        to_visit=np.empty(count + 1, dtype=np.int64),
     )
-    state.tensor[c.NODE] = -1
+    tensor = state.tensor
+    tensor["node"] = -1
+    tensor["offload_us"] = tensor["prefetch_us"] = np.inf
     if transfers.swaps and problem.device.linked:
         device, size = problem.device, np.array(problem.bytes)
-        state.tensor[c.MOVABLE, :count] = np.array(problem.movable) > np.array(problem.is_output)
-        state.out_us[:] = device.copy_latency_us + size * 1e6 / device.d2h_bytes_per_s
-        state.in_us[:] = device.copy_latency_us + size * 1e6 / device.h2d_bytes_per_s
-    state.tensor[c.EVICTABLE, :count] = problem.evictable
-    state.times[c.OWN_COST] = [problem.cost[p] if p >= 0 else 0.0 for p in problem.producer]
+        tensor["is_movable"] = np.array(problem.movable) > np.array(problem.is_output)
+        tensor["offload_us"] = device.copy_latency_us + size * 1e6 / device.d2h_bytes_per_s
+        tensor["prefetch_us"] = device.copy_latency_us + size * 1e6 / device.h2d_bytes_per_s
+    tensor["is_evictable"] = problem.evictable
+    tensor["cost_us"] = [problem.cost[p] if p >= 0 else 0.0 for p in problem.producer]
     if partition:
-        state.op[c.FROM_RIGHT] = _is_expensive(problem)
+        state.op["from_right"] = _is_expensive(problem)
     if capacity:
-        state.block[[c.BLOCK_AT, c.HOLE_AT], 0] = 0
-        state.block[[c.BLOCK_SIZE, c.HOLE_SIZE], 0] = capacity if gaps else 1 << 62
-        state.block[c.OWNER, 0] = c.FREE
-        state.counts[c.BLOCKS] = state.counts[c.HOLES] = 1
+        state.block[0].bytes = state.hole[0].bytes = capacity if gaps else 1 << 62
+        state.block[0].owner = FREE
+        state.now.blocks = state.now.holes = 1
     return state
 
 

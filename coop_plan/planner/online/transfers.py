@@ -3,73 +3,71 @@
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.jit import inlined, inner
 from coop_plan.planner.core.lifetimes import OFFLOAD, PREFETCH, WAIT
-from coop_plan.planner.online import columns as c
 from coop_plan.planner.online.neighbours import mark_resident, neighbour_cost
 from coop_plan.planner.online.state import ArenaState
 
 
 @inlined
-def _record(s: ArenaState, do: int, t: int) -> None:
-    event = s.counts[c.EVENTS]
-    s.event[c.EVENT_DO, event] = do
-    s.event[c.EVENT_OP, event] = t
-    s.event[c.EVENT_WORKSPACE, event] = 0
-    s.counts[c.EVENTS] = event + 1
+def record_event(s: ArenaState, do: int, what: int, workspace: int = 0) -> None:
+    """Append an event to the record."""
+    event = s.event[s.now.events]
+    event.do, event.what, event.workspace = do, what, workspace
+    s.now.events += 1
 
 
 @inner
 def begin_offload(a: Arrays, s: ArenaState, t: int) -> None:
     """Begin to copy `t` to the host; its bytes stay in use until `end_offload`."""
-    _record(s, OFFLOAD, t)
-    s.total[c.OUT_FREE] = max(s.total[c.OUT_FREE], s.total[c.CLOCK]) + s.out_us[t]
-    s.times[c.OFFLOAD_END, t] = s.total[c.OUT_FREE]
-    s.tensor[c.LEAVING, t] = 1
-    s.counts[c.HOST_BYTES] += a.size[t]
+    record_event(s, OFFLOAD, t)
+    s.now.out_free_us = max(s.now.out_free_us, s.now.clock_us) + s.tensor[t].offload_us
+    s.tensor[t].offload_end_us = s.now.out_free_us
+    s.tensor[t].is_leaving = True
+    s.now.host_bytes += a.size[t]
 
 
 @inner
 def end_offload(s: ArenaState, t: int) -> None:
     """Wait for the copy of `t` to the host."""
-    _record(s, WAIT, t)
-    s.total[c.CLOCK] = max(s.total[c.CLOCK], s.times[c.OFFLOAD_END, t])
-    s.tensor[c.LEAVING, t] = 0
-    s.tensor[c.HOSTED, t] = 1
-    s.tensor[c.OFFLOAD_ORDER, t] = s.counts[c.OFFLOAD_COUNT]
-    s.counts[c.OFFLOAD_COUNT] += 1
+    record_event(s, WAIT, t)
+    s.now.clock_us = max(s.now.clock_us, s.tensor[t].offload_end_us)
+    s.tensor[t].is_leaving = False
+    s.tensor[t].is_hosted = True
+    s.tensor[t].offload_order = s.now.offloads
+    s.now.offloads += 1
 
 
 @inner
 def begin_prefetch(s: ArenaState, t: int, at: int) -> None:
     """Begin to copy `t` from the host to offset `at`."""
-    _record(s, PREFETCH, t)
-    s.record[c.OFFSET, s.counts[c.OFFSETS]] = at
-    s.counts[c.OFFSETS] += 1
-    s.tensor[c.ADDRESS, t] = at
-    s.total[c.IN_FREE] = max(s.total[c.IN_FREE], s.total[c.CLOCK]) + s.in_us[t]
-    s.times[c.PREFETCH_END, t] = s.total[c.IN_FREE]
-    s.tensor[c.LIVE, t] = s.tensor[c.ARRIVING, t] = 1
-    s.counts[c.HAS_PREFETCHED] = 1
-    s.times[c.LAST_ACCESS, t] = s.total[c.CLOCK]
+    record_event(s, PREFETCH, t)
+    s.offsets[s.now.offsets] = at
+    s.now.offsets += 1
+    s.tensor[t].offset = at
+    s.now.in_free_us = max(s.now.in_free_us, s.now.clock_us) + s.tensor[t].prefetch_us
+    s.tensor[t].prefetch_end_us = s.now.in_free_us
+    s.tensor[t].is_live = s.tensor[t].is_arriving = True
+    s.now.has_prefetched = True
+    s.tensor[t].last_access_us = s.now.clock_us
     mark_resident(s, t)
 
 
 @inner
 def end_prefetch(s: ArenaState, t: int) -> None:
     """Wait for the copy of `t` from the host."""
-    _record(s, WAIT, t)
-    s.total[c.CLOCK] = max(s.total[c.CLOCK], s.times[c.PREFETCH_END, t])
-    s.tensor[c.ARRIVING, t] = 0
+    record_event(s, WAIT, t)
+    s.now.clock_us = max(s.now.clock_us, s.tensor[t].prefetch_end_us)
+    s.tensor[t].is_arriving = False
 
 
 @inner
 def swap_us(a: Arrays, s: ArenaState, t: int) -> float:
     """Time to offload and prefetch `t`, µs; infinite if it cannot be offloaded."""
-    if s.tensor[c.HOSTED, t] == 1:
-        return float(s.in_us[t])
-    full = s.host_budget >= 0 and s.counts[c.HOST_BYTES] + a.size[t] > s.host_budget
-    if s.tensor[c.MOVABLE, t] == 0 or full:
+    if s.tensor[t].is_hosted:
+        return s.tensor[t].prefetch_us
+    full = s.host_budget >= 0 and s.now.host_bytes + a.size[t] > s.host_budget
+    if not s.tensor[t].is_movable or full:
         return float("inf")
-    return float(s.out_us[t] + s.in_us[t])
+    return s.tensor[t].offload_us + s.tensor[t].prefetch_us
 
 
 @inner

@@ -3,17 +3,16 @@
 import numpy as np
 
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.online import columns as c
 from coop_plan.planner.online.neighbours import neighbour_cost
-from coop_plan.planner.online.state import MIN_STALENESS_US, ArenaState, Rule
+from coop_plan.planner.online.state import FREE, MIN_STALENESS_US, ArenaState, Rule
 
 
 @inlined
 def _cost(s: ArenaState, t: int) -> float:
     """e* / staleness, in µs per µs; infinite if `t` cannot be evicted now."""
-    if t >= s.times.shape[1] or s.tensor[c.PINS, t] > 0 or s.tensor[c.EVICTABLE, t] == 0:
+    if t >= s.tensor.size or s.tensor[t].pins > 0 or not s.tensor[t].is_evictable:
         return np.inf
-    staleness = float(s.total[c.CLOCK] - s.times[c.LAST_ACCESS, t])
+    staleness = s.now.clock_us - s.tensor[t].last_access_us
     return neighbour_cost(s, t) / max(staleness, MIN_STALENESS_US)
 
 
@@ -29,26 +28,26 @@ def cheapest_window(s: ArenaState, size: int) -> int:
     best_start = best_end = 0
     start = window = 0
     total = 0.0
-    for end in range(s.counts[c.BLOCKS]):
-        owner = s.block[c.OWNER, end]
-        cost = 0.0 if owner == c.FREE else _cost(s, owner)
-        s.costs[end] = cost
+    for end in range(s.now.blocks):
+        owner = s.block[end].owner
+        cost = 0.0 if owner == FREE else _cost(s, owner)
+        s.block[end].cost = cost
         if cost == np.inf:
             start, window, total = end + 1, 0, 0.0
             continue
         total += cost
-        window += s.block[c.BLOCK_SIZE, end]
+        window += s.block[end].bytes
         # Shrink from the left as long as the window stays large enough.
-        while window - s.block[c.BLOCK_SIZE, start] >= size:
-            window -= s.block[c.BLOCK_SIZE, start]
-            total -= s.costs[start]
+        while window - s.block[start].bytes >= size:
+            window -= s.block[start].bytes
+            total -= s.block[start].cost
             start += 1
         if window >= size and total < best_cost:
             best_cost, best_start, best_end = total, start, end + 1
     victims = 0
     for block in range(best_start, best_end):
-        if s.block[c.OWNER, block] != c.FREE:
-            s.block[c.VICTIM, victims] = s.block[c.OWNER, block]
+        if s.block[block].owner != FREE:
+            s.victims[victims] = s.block[block].owner
             victims += 1
     return victims
 
@@ -61,19 +60,19 @@ def cheapest_tensor(s: ArenaState, rule: Rule) -> int:
     """
     best_cost = np.inf
     victims = 0
-    for block in range(s.counts[c.BLOCKS]):
-        owner = s.block[c.OWNER, block]
-        if owner == c.FREE:
+    for block in range(s.now.blocks):
+        owner = s.block[block].owner
+        if owner == FREE:
             continue
-        room = s.block[c.BLOCK_SIZE, block]
+        room = s.block[block].bytes
         if rule.counts_neighbours:
-            if block > 0 and s.block[c.OWNER, block - 1] == c.FREE:
-                room += s.block[c.BLOCK_SIZE, block - 1]
-            if block + 1 < s.counts[c.BLOCKS] and s.block[c.OWNER, block + 1] == c.FREE:
-                room += s.block[c.BLOCK_SIZE, block + 1]
+            if block > 0 and s.block[block - 1].owner == FREE:
+                room += s.block[block - 1].bytes
+            if block + 1 < s.now.blocks and s.block[block + 1].owner == FREE:
+                room += s.block[block + 1].bytes
         cost = _cost(s, owner) / room
         if cost < best_cost:
             best_cost = cost
-            s.block[c.VICTIM, 0] = owner
+            s.victims[0] = owner
             victims = 1
     return victims

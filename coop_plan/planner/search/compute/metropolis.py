@@ -1,20 +1,24 @@
-"""Metropolis search among sequences of runs.
+"""Metropolis search among sequences, for any objective, and the one of compute costs.
 
 Each step draws a move (`moves`), eliminates dead events, and evaluates the candidate from the
 tensors that changed (`liveness`, `objective`). Metropolis et al., Equation of State Calculations by
 Fast Computing Machines, J. Chem. Phys. 1953.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, njit
-from coop_plan.planner.search.compute.columns import AREA
-from coop_plan.planner.search.compute.edits import accept, eliminate_dead, finish_step, load, store
+from coop_plan.planner.search.compute.edits import eliminate_dead, finish_step, load, store
 from coop_plan.planner.search.compute.moves import move_first_run, propose
-from coop_plan.planner.search.compute.objective import candidate_cost, memory_excess
+from coop_plan.planner.search.compute.objective import evaluate
 from coop_plan.planner.search.compute.repair import REPAIR_CHANCE, repair
 from coop_plan.planner.search.compute.sequence import SearchState
+
+State = TypeVar("State")
 
 
 @njit
@@ -22,16 +26,7 @@ def evaluate_sequence(a: Program, s: SearchState, capacity: int) -> tuple[float,
     """Cost (µs) and memory excess (share of `capacity`, bytes) of the stored sequence."""
     if not load(a, s):
         return np.inf, np.inf
-    return candidate_cost(a, s, np.inf), memory_excess(s, capacity)
-
-
-@inlined
-def _is_rejected_drift(s: SearchState, current_area: float) -> bool:
-    """True if a first-run move that saves nothing lengthens lifetimes and is rejected at random.
-
-    Without it the order drifts to long lifetimes, for which layouts are harder to find.
-    """
-    return bool(s.sums[AREA] > current_area and np.random.random() >= s.params.drift_chance)
+    return evaluate(a, s, capacity, np.inf)
 
 
 @njit
@@ -46,32 +41,50 @@ def metropolis(
 ) -> tuple[float, float]:
     """Make `steps` Metropolis steps from the stored sequence and store where they end.
 
-    A candidate has energy cost + `penalty` (µs) * memory excess above `capacity` (bytes), and is
-    accepted with probability exp(-increase / `temperature`), µs. Returns cost and excess as
-    `evaluate_sequence` does.
+    Returns cost and excess as `evaluate_sequence` does; see `take_steps`.
     """
     np.random.seed(seed)
     if not load(a, s):
         return np.inf, np.inf
-    current_cost = candidate_cost(a, s, np.inf)
-    current_excess = memory_excess(s, capacity)
-    accept(s)
-    current_area = s.sums[AREA]
+    return take_steps(a, s, s, evaluate, repair, True, steps, capacity, temperature, penalty)
+
+
+@inlined
+def take_steps(
+    a: Program,
+    s: SearchState,
+    state: State,
+    evaluate: Callable[[Program, State, int, float], tuple[float, float]],
+    repair: Callable[[Program, State], bool],
+    reorders: bool,
+    steps: int,
+    capacity: int,
+    temperature: float,
+    penalty: float,
+) -> tuple[float, float]:
+    """Make `steps` steps from the loaded sequence of `s` and store where they end.
+
+    `evaluate` returns cost (µs) and memory excess of the candidate of `state`, whose sequence is
+    `s`, and `repair` changes one that exceeds `capacity` (bytes). With `reorders` first runs move,
+    too. A candidate has energy cost + `penalty` (µs) * excess, and is accepted with probability
+    exp(-increase / `temperature`), µs. Returns cost and excess of the last accepted one.
+    """
+    current_cost, current_excess = evaluate(a, state, capacity, np.inf)
+    current_area = s.now.area
     for _ in range(steps):
         # Drawing the acceptance threshold first lets an evaluation stop early above it:
         # u < exp(-d / T) is d < T * Exp(1).
         energy = current_cost + penalty * current_excess
         limit = energy + temperature * np.random.exponential()
         accepted = False
-        moves_first_run = np.random.random() < s.params.first_run_chance
+        moves_first_run = reorders and np.random.random() < s.params.first_run_chance
         if move_first_run(a, s) if moves_first_run else propose(a, s):
             repair_early = np.random.random() < REPAIR_CHANCE
             for repairs in range(s.params.max_repairs + 1):
                 eliminate_dead(a, s)
-                cost = candidate_cost(a, s, limit)
+                cost, excess = evaluate(a, state, capacity, limit)
                 if cost == np.inf:
                     break
-                excess = memory_excess(s, capacity)
                 found = cost + penalty * excess
                 acceptable = found <= limit
                 drifts = acceptable and moves_first_run and found >= energy
@@ -80,11 +93,20 @@ def metropolis(
                 last = excess == 0.0 or repairs == s.params.max_repairs
                 if acceptable and (last or not repair_early):
                     current_cost, current_excess = cost, excess
-                    current_area, accepted = s.sums[AREA], True
+                    current_area, accepted = s.now.area, True
                     break
                 # Too expensive only for its memory excess: repair the peak and try again.
-                if last or not repair(a, s):
+                if last or not repair(a, state):
                     break
         finish_step(a, s, accepted)
     store(s)
     return current_cost, current_excess
+
+
+@inlined
+def _is_rejected_drift(s: SearchState, current_area: float) -> bool:
+    """True if a first-run move that saves nothing lengthens lifetimes and is rejected at random.
+
+    Without it the order drifts to long lifetimes, for which layouts are harder to find.
+    """
+    return s.now.area > current_area and np.random.random() >= s.params.drift_chance

@@ -8,12 +8,11 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.search.compute import columns as c
 from coop_plan.planner.search.compute.edits import insert_ops, move_events, remove_event
 from coop_plan.planner.search.compute.event_list import event_at, length, position_of
 from coop_plan.planner.search.compute.liveness import is_live_at, next_read
 from coop_plan.planner.search.compute.params import MOVE_CHANCE
-from coop_plan.planner.search.compute.sequence import SearchState
+from coop_plan.planner.search.compute.sequence import NONE, SearchState
 
 MAX_DRAWS = 50
 """Most random draws of an event until one is (or is not) a first run, as the move requires."""
@@ -53,7 +52,7 @@ def propose(a: Program, s: SearchState) -> bool:
 
 @inlined
 def _is_first_run(s: SearchState, at: int) -> bool:
-    return bool(s.event[event_at(s, at), c.FIRST_RUN] == 1)
+    return s.event[event_at(s, at)].is_first_run
 
 
 @inner
@@ -62,18 +61,18 @@ def _serve_input(a: Program, s: SearchState, at: int, by_prefetch: bool) -> bool
 
     That may lie some events earlier: a log-uniform number.
     """
-    op = s.event[event_at(s, at), c.CODE]
+    op = s.event[event_at(s, at)].code
     if a.reads_ptr[op] == a.reads_ptr[op + 1]:
         return False
     t = a.reads[np.random.randint(a.reads_ptr[op], a.reads_ptr[op + 1])]
     maker = a.producer[t]
     if by_prefetch:
-        if s.movable[t] == 0 or position_of(s, s.first_run[maker]) >= at - 1:
+        if not s.tensor[t].is_movable or position_of(s, s.op[maker].first_run) >= at - 1:
             return False
         return insert_prefetch(a, s, t, at)
     if np.random.random() < 0.5:  # else directly before the event
         at -= int(40.0 ** np.random.random())
-    if s.recomputable[maker] == 0 or at < 0 or at <= position_of(s, s.first_run[maker]):
+    if not s.op[maker].can_rerun or at < 0 or at <= position_of(s, s.op[maker].first_run):
         return False
     return insert_recompute(a, s, maker, at, draw_evicted_chance())
 
@@ -82,12 +81,14 @@ def _serve_input(a: Program, s: SearchState, at: int, by_prefetch: bool) -> bool
 def _convert(a: Program, s: SearchState, at: int) -> bool:
     """Replace a recompute by a prefetch of one of its outputs, or a prefetch by a recompute."""
     e = event_at(s, at)
-    code = s.event[e, c.CODE]
+    code = s.event[e].code
     if a.makes_ptr[code] == a.makes_ptr[code + 1]:
         return False
     t = a.makes[np.random.randint(a.makes_ptr[code], a.makes_ptr[code + 1])]
     read, maker = next_read(s, t, at + 1), a.producer[t]
-    if read == length(s) or s.movable[t] == 0 or (code >= a.ops and s.rerun_for[t] == 0):
+    if read == length(s) or not s.tensor[t].is_movable:
+        return False
+    if code >= a.ops and not s.tensor[t].can_rerun:
         return False
     remove_event(a, s, e)
     if code < a.ops:
@@ -107,12 +108,12 @@ def _move_group(a: Program, s: SearchState, begin: int) -> bool:
     # No event may come before its op's first run, whose position shifts if it lies behind the
     # group.
     for at in range(begin, end):
-        code = s.event[event_at(s, at), c.CODE]
+        code = s.event[event_at(s, at)].code
         op = code if code < a.ops else a.producer[a.makes[a.makes_ptr[code]]]
-        first = position_of(s, s.first_run[op])
+        first = position_of(s, s.op[op].first_run)
         if first - (end - begin if first > begin else 0) >= to:
             return False
-        if code < a.ops and s.recomputable[code] == 0:
+        if code < a.ops and not s.op[code].can_rerun:
             return False
     return move_events(a, s, begin, end, to)
 
@@ -120,12 +121,12 @@ def _move_group(a: Program, s: SearchState, begin: int) -> bool:
 @inner
 def move_first_run(a: Program, s: SearchState) -> bool:
     """Move a random first run within its dependencies; False if it cannot move."""
-    begin = c.NONE
+    begin = NONE
     for _ in range(MAX_DRAWS if length(s) > 0 else 0):
         begin = np.random.randint(length(s))
         if _is_first_run(s, begin):
             break
-    if begin == c.NONE or not _is_first_run(s, begin):
+    if begin == NONE or not _is_first_run(s, begin):
         return False
     low, high = _dependency_bounds(s, begin)
     later = np.random.random() < 0.5
@@ -142,14 +143,14 @@ def move_first_run(a: Program, s: SearchState) -> bool:
 def _reachable(s: SearchState, begin: int, to: int) -> int:
     """Farthest position, up to `to`, that the first run at `begin` can move to."""
     e = event_at(s, begin)
-    op, b, i = s.event[e, c.CODE], s.event[e, c.BLOCK], s.event[e, c.INDEX]
+    op, b, i = s.event[e].code, s.event[e].block, s.event[e].index
     step = 1 if to > begin else -1
     for at in range(begin, to, step):
         # (b, i) is the event that the first run would cross next.
         i += step
-        while i < 0 or i == s.block[b, c.EVENTS]:
+        while i < 0 or i == s.block[b].events:
             b += step
-            i = 0 if step > 0 else s.block[b, c.EVENTS] - 1
+            i = 0 if step > 0 else s.block[b].events - 1
         if _must_not_cross(s, op, s.members[b, i]):
             return at
     return to
@@ -159,25 +160,25 @@ def _reachable(s: SearchState, begin: int, to: int) -> int:
 def _dependency_bounds(s: SearchState, at: int) -> tuple[int, int]:
     """Earliest and latest position of the first run at `at` given its reads and its readers."""
     low, high = 0, length(s) - 1
-    x = s.event[event_at(s, at), c.FIRST_ACCESS]
-    while x != c.NONE:
-        t = s.access[x, c.TENSOR]
-        if s.access[x, c.ACCESS_KIND] == c.READ:
-            low = max(low, position_of(s, s.access[s.tensor[t, c.HEAD], c.EVENT]) + 1)
-        elif s.access[x, c.NEXT] != c.NONE:
-            high = min(high, position_of(s, s.access[s.access[x, c.NEXT], c.EVENT]) - 1)
-        x = s.access[x, c.NEXT_OF_EVENT]
+    x = s.event[event_at(s, at)].first_access
+    while x != NONE:
+        t = s.access[x].tensor
+        if s.access[x].is_read:
+            low = max(low, position_of(s, s.access[s.tensor[t].head].event) + 1)
+        elif s.access[x].next != NONE:
+            high = min(high, position_of(s, s.access[s.access[x].next].event) - 1)
+        x = s.access[x].next_of_event
     return low, high
 
 
 @inlined
 def _must_not_cross(s: SearchState, op: int, e: int) -> bool:
     """True if the first run of an op must stay on its side of event `e`: phases and chained ops."""
-    other, first = s.event[e, c.CODE], s.event[e, c.FIRST_RUN] == 1
-    if first and s.phase[other] != s.phase[op]:
+    other, first = s.event[e].code, s.event[e].is_first_run
+    if first and s.op[other].phase != s.op[op].phase:
         return True
-    both_chained = s.chained[op] == 1 and s.chained[other] == 1
-    return bool(both_chained and (first or s.recomputable[other] == 0))
+    both_chained = s.op[op].is_chained and s.op[other].is_chained
+    return both_chained and (first or not s.op[other].can_rerun)
 
 
 @inner
@@ -230,7 +231,7 @@ def insert_recompute(a: Program, s: SearchState, op: int, at: int, evicted_chanc
         i += 1
         for k in range(a.reads_ptr[code], a.reads_ptr[code + 1]):
             t = a.reads[k]
-            recomputable, movable = s.rerun_for[t] == 1, s.movable[t] == 1
+            recomputable, movable = s.tensor[t].can_rerun, s.tensor[t].is_movable
             chance = live_chance if is_live_at(a, s, t, at) else evicted_chance
             if not (recomputable or movable) or count == s.pending.size:
                 continue

@@ -4,51 +4,50 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.search.compute import columns as c
 from coop_plan.planner.search.compute.liveness import update_liveness
-from coop_plan.planner.search.compute.sequence import SearchState
+from coop_plan.planner.search.compute.sequence import NONE, SearchState
 
 
 @inlined
 def candidate_cost(a: Program, s: SearchState, limit: float) -> float:
     """Compute cost of the candidate, µs; infinite above `limit` or if it is no schedule."""
-    if s.sums[c.CANDIDATE_COST] > limit or not update_liveness(a, s):
+    if s.now.candidate_cost > limit or not update_liveness(a, s):
         return np.inf
-    return float(s.sums[c.CANDIDATE_COST])
+    return s.now.candidate_cost
 
 
 @inner
-def memory_excess(s: SearchState, capacity: int) -> float:
-    """Memory excess of a candidate of finite cost, as a share of `capacity` (bytes); 0 if it fits.
+def evaluate(a: Program, s: SearchState, capacity: int, limit: float) -> tuple[float, float]:
+    """Cost (µs) of the candidate and its memory excess, as a share of `capacity` (bytes); 0 if it
+    fits.
 
-    Sets `PEAK_EVENT`, the event with the largest excess, and `PEAK_EXCESS`, its bytes above the
-    capacity.
+    The cost is infinite above `limit` or if the candidate is no schedule. Sets `peak_event`, the
+    event with the largest excess, and `peak_excess`, its bytes above the capacity.
     """
+    cost = candidate_cost(a, s, limit)
+    if cost == np.inf:
+        return np.inf, np.inf
     live, worst, total, area = 0, -1, 0.0, 0.0  # `live` is before block b
-    for b in range(s.counts[c.BLOCKS]):
-        if s.block[b, c.DIRTY] == 1:
+    for b in range(s.now.blocks):
+        if s.block[b].is_dirty:
             summarize_block(s, b)
         # Only a block whose peak exceeds the capacity is scanned event by event.
-        if live + s.block[b, c.PEAK] > capacity:
+        if live + s.block[b].peak > capacity:
             block_live = live
-            for i in range(s.block[b, c.EVENTS]):
-                e = s.members[b, i]
-                block_live += s.event_bytes[e, c.ALLOCATED]
-                excess = block_live + s.event_bytes[e, c.TRANSIENT]
-                excess -= s.event_bytes[e, c.INPLACE_SAVED] + capacity
-                block_live -= s.event_bytes[e, c.FREED]
+            for i in range(s.block[b].events):
+                event = s.event[s.members[b, i]]
+                block_live += event.allocated
+                excess = block_live + event.transient - event.inplace_saved - capacity
+                block_live -= event.freed
                 if excess > 0:
                     total += excess
                     if excess > worst:
                         worst = excess
-                        s.counts[c.PEAK_EVENT], s.counts[c.PEAK_EXCESS] = (
-                            s.block_start[b] + i,
-                            excess,
-                        )
-        area += live * s.block[b, c.EVENTS] + s.block[b, c.BLOCK_AREA]
-        live += s.block[b, c.NET]
-    s.sums[c.AREA] = area
-    return excess_share(worst, total, capacity)
+                        s.now.peak_event, s.now.peak_excess = s.block[b].start + i, excess
+        area += live * s.block[b].events + s.block[b].area
+        live += s.block[b].net
+    s.now.area = area
+    return cost, excess_share(worst, total, capacity)
 
 
 @inlined
@@ -64,34 +63,35 @@ def excess_share(worst: int, total: float, capacity: int) -> float:
 
 @inlined
 def summarize_block(s: SearchState, b: int) -> None:
-    """Recompute the summary columns of a block and its list of long-lived copies."""
+    """Recompute the summary of a block and its list of long-lived copies."""
     # Relative to the live bytes at the block's start, which an edit of an earlier block changes.
+    block = s.block[b]
     live = area = 0
-    peak, last = -(1 << 62), c.NONE
-    s.block[b, c.FIRST_LONG] = s.block[b, c.LAST_END] = c.NONE
+    peak, last = -(1 << 62), NONE
+    block.first_long = block.last_end = NONE
     gain = gain_per_byte = 0.0
-    for i in range(s.block[b, c.EVENTS]):
-        e = s.members[b, i]
-        live += s.event_bytes[e, c.ALLOCATED]
-        peak = max(peak, live + s.event_bytes[e, c.TRANSIENT] - s.event_bytes[e, c.INPLACE_SAVED])
+    for i in range(block.events):
+        event = s.event[s.members[b, i]]
+        live += event.allocated
+        peak = max(peak, live + event.transient - event.inplace_saved)
         area += live
-        live -= s.event_bytes[e, c.FREED]
+        live -= event.freed
         # Writes come first in an event's list. A copy that ends in another block and can be evicted
         # joins the block's list of long-lived copies, for `repair` to draw from.
-        x = s.event[e, c.FIRST_ACCESS]
-        while x != c.NONE and s.access[x, c.ACCESS_KIND] != c.READ:
-            t, end = s.access[x, c.TENSOR], s.event[s.access[x, c.END], c.BLOCK]
-            if s.access[x, c.COPY] == x and end != b and s.gain_bound[t, 1] > 0.0:
-                s.access[x, c.NEXT_LONG] = c.NONE
-                if last == c.NONE:
-                    s.block[b, c.FIRST_LONG] = x
+        x = event.first_access
+        while x != NONE and not s.access[x].is_read:
+            write = s.access[x]
+            tensor, end = s.tensor[write.tensor], s.event[write.end].block
+            if write.write == x and end != b and tensor.gain_per_byte > 0.0:
+                write.next_long = NONE
+                if last == NONE:
+                    block.first_long = x
                 else:
-                    s.access[last, c.NEXT_LONG] = x
+                    s.access[last].next_long = x
                 last = x
-                s.block[b, c.LAST_END] = max(s.block[b, c.LAST_END], end)
-                gain += s.gain_bound[t, 0]
-                gain_per_byte += s.gain_bound[t, 1]
-            x = s.access[x, c.NEXT_OF_EVENT]
-    s.block[b, c.NET], s.block[b, c.PEAK], s.block[b, c.BLOCK_AREA] = live, peak, area
-    s.block[b, c.DIRTY] = 0
-    s.long_gain[b, 0], s.long_gain[b, 1] = gain, gain_per_byte
+                block.last_end = max(block.last_end, end)
+                gain += tensor.gain
+                gain_per_byte += tensor.gain_per_byte
+            x = write.next_of_event
+    block.net, block.peak, block.area, block.is_dirty = live, peak, area, False
+    block.gain, block.gain_per_byte = gain, gain_per_byte

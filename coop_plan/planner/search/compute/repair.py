@@ -4,11 +4,10 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.search.compute import columns as c
 from coop_plan.planner.search.compute.event_list import block_at, position_of
 from coop_plan.planner.search.compute.liveness import is_live_at, next_read
 from coop_plan.planner.search.compute.moves import draw_evicted_chance, insert_recompute
-from coop_plan.planner.search.compute.sequence import SearchState
+from coop_plan.planner.search.compute.sequence import MIN_COST_US, NONE, Block, SearchState, Tensor
 
 REPAIR_CHANCE = 0.3
 """Probability of repairing a candidate above the capacity that would be accepted as it is."""
@@ -21,9 +20,9 @@ def repair(a: Program, s: SearchState) -> bool:
     The tensor is drawn with probability proportional to its gain: bytes freed per µs of
     recomputation.
     """
-    peak = s.counts[c.PEAK_EVENT]
+    peak = s.now.peak_event
     t = _draw_victim(a, s, peak)
-    if t == c.NONE:
+    if t == NONE:
         return False
     read = next_read(s, t, peak + 1)
     return insert_recompute(a, s, a.producer[t], read, draw_input_chance(a, s, t, peak))
@@ -43,41 +42,42 @@ def _draw_victim(a: Program, s: SearchState, peak: int) -> int:
     Long-lived copies of earlier blocks are drawn by an upper bound on their gain and accepted with
     probability gain / bound. That avoids a scan of all live tensors.
     """
-    peak_block, excess = block_at(s, peak), s.counts[c.PEAK_EXCESS]
-    op = s.event[s.members[peak_block, peak - s.block_start[peak_block]], c.CODE]
-    near_gain, near = 0.0, c.NONE
+    peak_block, excess = block_at(s, peak), s.now.peak_excess
+    op = s.event[s.members[peak_block, peak - s.block[peak_block].start]].code
+    near_gain, near = 0.0, NONE
     # Copies that begin in the peak's own block: exact gains, by reservoir sampling.
-    for i in range(peak - s.block_start[peak_block]):
-        x = s.event[s.members[peak_block, i], c.FIRST_ACCESS]
-        while x != c.NONE and s.access[x, c.ACCESS_KIND] != c.READ:
+    for i in range(peak - s.block[peak_block].start):
+        x = s.event[s.members[peak_block, i]].first_access
+        while x != NONE and not s.access[x].is_read:
             near_gain, near = _reservoir_step(s, near_gain, near, x, _gain(a, s, x, peak, op))
-            x = s.access[x, c.NEXT_OF_EVENT]
+            x = s.access[x].next_of_event
     # Copies of earlier blocks: a gain is at most size / cost, and at most excess / cost. The
     # smaller of the two sums is used as the bound.
     gain = gain_per_byte = 0.0
     for b in range(peak_block):
-        if s.block[b, c.LAST_END] >= peak_block:
-            gain += s.long_gain[b, 0]
-            gain_per_byte += s.long_gain[b, 1]
-    column, scale = (0, 1.0) if gain <= gain_per_byte * excess else (1, float(excess))
+        if s.block[b].last_end >= peak_block:
+            gain += s.block[b].gain
+            gain_per_byte += s.block[b].gain_per_byte
+    per_byte = gain > gain_per_byte * excess
+    scale = float(excess) if per_byte else 1.0
     total = near_gain + min(gain, gain_per_byte * excess)
     for _ in range(16 if total > near_gain else 0):
         left = np.random.random() * total - near_gain
         if left < 0.0:
-            return int(near)
-        x = _find_by_weight(s, peak_block, column, left / scale)
-        if x == c.NONE:
+            return near
+        x = _find_by_weight(s, peak_block, per_byte, left / scale)
+        if x == NONE:
             continue
-        bound = scale * s.gain_bound[s.access[x, c.TENSOR], column]
-        if np.random.random() * bound < _gain(a, s, x, peak, op):
-            return int(s.access[x, c.TENSOR])
+        t = s.access[x].tensor
+        if np.random.random() * (scale * _bound(s.tensor[t], per_byte)) < _gain(a, s, x, peak, op):
+            return t
     # All draws rejected: scan every long-lived copy.
     for b in range(peak_block):
-        x = s.block[b, c.FIRST_LONG]
-        while x != c.NONE:
+        x = s.block[b].first_long
+        while x != NONE:
             near_gain, near = _reservoir_step(s, near_gain, near, x, _gain(a, s, x, peak, op))
-            x = s.access[x, c.NEXT_LONG]
-    return int(near)
+            x = s.access[x].next_long
+    return near
 
 
 @inlined
@@ -87,33 +87,39 @@ def _reservoir_step(
     """One step of weighted reservoir sampling; returns the new total weight and the choice."""
     total += weight
     if weight > 0.0 and np.random.random() * total < weight:
-        choice = s.access[x, c.TENSOR]
+        choice = s.access[x].tensor
     return total, choice
 
 
 @inlined
-def _find_by_weight(s: SearchState, peak_block: int, column: int, left: float) -> int:
+def _find_by_weight(s: SearchState, peak_block: int, per_byte: bool, left: float) -> int:
     """The long-lived copy at which the running sum of bounds exceeds `left`; NONE if none does."""
     b = 0
-    while b < peak_block and (
-        s.block[b, c.LAST_END] < peak_block or left >= s.long_gain[b, column]
-    ):
-        if s.block[b, c.LAST_END] >= peak_block:
-            left -= s.long_gain[b, column]
+    while b < peak_block:
+        if s.block[b].last_end >= peak_block:
+            if left < _bound(s.block[b], per_byte):
+                break
+            left -= _bound(s.block[b], per_byte)
         b += 1
-    x = s.block[b, c.FIRST_LONG] if b < peak_block else c.NONE
-    while x != c.NONE and left >= s.gain_bound[s.access[x, c.TENSOR], column]:
-        left -= s.gain_bound[s.access[x, c.TENSOR], column]
-        x = s.access[x, c.NEXT_LONG]
-    return int(x)
+    x = s.block[b].first_long if b < peak_block else NONE
+    while x != NONE and left >= _bound(s.tensor[s.access[x].tensor], per_byte):
+        left -= _bound(s.tensor[s.access[x].tensor], per_byte)
+        x = s.access[x].next_long
+    return x
+
+
+@inlined
+def _bound(of: Block | Tensor, per_byte: bool) -> float:
+    """Bound on the gain of an eviction, or that for one byte."""
+    return of.gain_per_byte if per_byte else of.gain
 
 
 @inlined
 def _gain(a: Program, s: SearchState, x: int, peak: int, op: int) -> float:
     """Bytes freed per µs of recomputation if the copy of write `x` is evicted at the peak."""
-    t = s.access[x, c.TENSOR]
-    ended = s.access[x, c.COPY] != x or position_of(s, s.access[x, c.END]) <= peak
-    if ended or s.gain_bound[t, 1] == 0.0 or _is_pinned(a, op, t):
+    t = s.access[x].tensor
+    ended = s.access[x].write != x or position_of(s, s.access[x].end) <= peak
+    if ended or s.tensor[t].gain_per_byte == 0.0 or _is_pinned(a, op, t):
         return 0.0
     return max(*recompute_gains(a, s, t, peak))
 
@@ -130,8 +136,8 @@ def recompute_gains(a: Program, s: SearchState, t: int, peak: int) -> tuple[floa
     for k in range(a.reads_ptr[maker], a.reads_ptr[maker + 1]):
         source = a.reads[k]
         if a.size[source] > 0 and not is_live_at(a, s, source, peak):
-            extended, us = extended + s.input_share[source], us + s.input_us[source]
-    excess, cost = float(s.counts[c.PEAK_EXCESS]), max(a.cost[maker], c.MIN_COST_US)
+            extended, us = extended + s.tensor[source].input_share, us + s.tensor[source].input_us
+    excess, cost = float(s.now.peak_excess), max(a.cost[maker], MIN_COST_US)
     return max(0.0, min(a.size[t] - extended, excess)) / cost, min(a.size[t], excess) / (cost + us)
 
 

@@ -18,8 +18,8 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.method import Progress, Request
 from coop_plan.planner.placement.layout import WORK, lay_out, lay_out_host
+from coop_plan.planner.search.compute.annealing import PENALTY
 from coop_plan.planner.search.compute.params import MoveParams
-from coop_plan.planner.search.makespan.columns import LOOK_AHEAD
 from coop_plan.planner.search.makespan.metropolis import evaluate_sequence, metropolis
 from coop_plan.planner.search.makespan.sequence import (
     current_sequence,
@@ -35,9 +35,6 @@ MOVES = MoveParams(
 
 MAX_SEARCHES = 60
 """Most searches within a time limit, one after another."""
-
-PENALTY = 5.0
-"""Penalty weight in the second half of an annealing, in base costs per unit of memory excess."""
 
 
 class MakespanSearch:
@@ -58,7 +55,6 @@ class MakespanSearch:
         self.sequence: Ints | None = None
         self.closest: PlacedSchedule | None = None  # too large for the arena, of least memory
         self.capacity = float(request.arena_bytes)
-        self.host = -1 if problem.host_budget is None else problem.host_budget
         self.failed_layouts = 0  # in the current annealing
         self.layout_seconds = 0.0
         self.random = np.random.default_rng(request.seed)
@@ -89,7 +85,7 @@ class MakespanSearch:
             self._search(begin + (number + 1) / count * (deadline - begin), enough, number)
 
     def _search(self, deadline: float | None, enough: Callable[[], bool], number: int = 0) -> None:
-        """Anneal each start, then the best result at lower temperatures; alternates `LOOK_AHEAD`.
+        """Anneal each start, then the best result at lower temperatures; alternates `look_ahead`.
 
         The temperature factor depends on `number`, the number of the search: the best one depends
         on the graph.
@@ -102,24 +98,24 @@ class MakespanSearch:
             *((sequence, 0.55 / len(starts), 1.0) for sequence in starts),
             *((None, (1 - 0.55) / 2, temperature) for temperature in (1.0, 0.3)),
         ]
-        ends: list[tuple[float, int, Ints, int]] = []
+        ends: list[tuple[float, int, Ints, bool]] = []
         done = 0.0
         for index, (sequence, share, temperature) in enumerate(rounds):
             done += share
             until = None if deadline is None else begin + done * (deadline - begin)
-            look_ahead = (index + variation) % 2
+            look_ahead = (index + variation) % 2 == 1
             if sequence is None:
                 *_, sequence, look_ahead = min(ends, key=lambda end: end[:2])
-            self.state.flow[LOOK_AHEAD] = look_ahead
+            self.state.flow.look_ahead = look_ahead
             value, end = self._anneal(sequence, share, temperature * factor, until, enough)
             ends.append((value, index, end, look_ahead))
         cost, _, end, look_ahead = min(ends, key=lambda end: end[:2])
         if cost < self.cost_us and not enough():
-            self.state.flow[LOOK_AHEAD] = look_ahead
+            self.state.flow.look_ahead = look_ahead
             self._place(end, 10 * WORK)
         if self.request.any_schedule and self.placed is None:
             for _, _, end, look_ahead in ends:
-                self.state.flow[LOOK_AHEAD] = look_ahead
+                self.state.flow.look_ahead = look_ahead
                 self._keep_closest(lay_out(self._schedule(end), work=0).placed)
 
     def _anneal(
@@ -140,7 +136,7 @@ class MakespanSearch:
         set_sequence(state, sequence)
         feasible: tuple[float, Ints] | None = None
         self.failed_layouts, self.layout_seconds = 0, 0.0
-        cost, excess = evaluate_sequence(self.program, state, int(self.capacity), self.host)
+        cost, excess = evaluate_sequence(self.program, state, int(self.capacity))
         while not self.at_lower_bound() and not enough():
             if deadline is None:
                 left = 1.0 - done / max(1, steps)
@@ -155,15 +151,9 @@ class MakespanSearch:
             penalty *= penalty_factor
             if left <= 0 or (self.placed is not None and self.request.any_schedule):
                 break
+            at, seed = temperature * left**2, int(self.random.integers(1 << 31))
             cost, excess = metropolis(
-                self.program,
-                state,
-                self.chunk,
-                int(self.capacity),
-                self.host,
-                temperature * left**2,
-                penalty * base,
-                int(self.random.integers(1 << 31)),
+                self.program, state, self.chunk, int(self.capacity), at, penalty * base, seed
             )
             done += self.chunk
             if excess > 0:
@@ -219,7 +209,7 @@ class MakespanSearch:
     def _schedule(self, sequence: Ints) -> Schedule:
         """The schedule of a sequence, with the transfers that fit the capacity best."""
         set_sequence(self.state, sequence)
-        evaluate_sequence(self.program, self.state, int(self.capacity), self.host)
+        evaluate_sequence(self.program, self.state, int(self.capacity))
         return Schedule.of_events(self.problem, *to_events(self.state))
 
     def _fits_host(self, schedule: Schedule) -> bool:

@@ -1,18 +1,16 @@
 """Metropolis search among sequences of runs and prefetch markers.
 
-Each step draws a move (`moves`), updates liveness from the changed tensors
-(`planner.search.compute`), and simulates the copy engines over all events (`objective`). Metropolis
-et al., Equation of State Calculations by Fast Computing Machines, J. Chem. Phys. 1953.
+The steps are those of `planner.search.compute.metropolis`, and `objective` simulates the copy
+engines over all events.
 """
 
 import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inner, njit
-from coop_plan.planner.search.compute.edits import accept, eliminate_dead, finish_step, load, store
+from coop_plan.planner.search.compute.edits import accept, eliminate_dead, load, store
 from coop_plan.planner.search.compute.liveness import mark_stale, update_liveness
-from coop_plan.planner.search.compute.moves import propose
-from coop_plan.planner.search.compute.repair import REPAIR_CHANCE
+from coop_plan.planner.search.compute.metropolis import take_steps
 from coop_plan.planner.search.makespan.objective import evaluate
 from coop_plan.planner.search.makespan.repair import repair
 from coop_plan.planner.search.makespan.sequence import MakespanState
@@ -34,9 +32,7 @@ def _load(a: Program, m: MakespanState) -> bool:
 
 
 @njit
-def evaluate_sequence(
-    a: Program, m: MakespanState, capacity: int, host: int
-) -> tuple[float, float]:
+def evaluate_sequence(a: Program, m: MakespanState, capacity: int) -> tuple[float, float]:
     """Makespan (µs) and memory excess of the stored sequence (share of the capacities, bytes).
 
     Dead runs and markers are removed from it.
@@ -44,7 +40,7 @@ def evaluate_sequence(
     if not _load(a, m):
         return np.inf, np.inf
     store(m.search)
-    return evaluate(a, m, capacity, host, np.inf)
+    return evaluate(a, m, capacity, np.inf)
 
 
 @njit
@@ -53,39 +49,17 @@ def metropolis(
     m: MakespanState,
     steps: int,
     capacity: int,
-    host: int,
     temperature: float,
     penalty: float,
     seed: int,
 ) -> tuple[float, float]:
     """Make `steps` Metropolis steps from the stored sequence and store where they end.
 
-    Energy is makespan + `penalty` (µs) * memory excess; `temperature` is in µs. A negative `host`
-    is no limit on host memory. Returns makespan and excess as `evaluate_sequence` does.
+    Returns makespan and excess as `evaluate_sequence` does; see `take_steps`.
     """
     np.random.seed(seed)
-    s = m.search
     if not _load(a, m):
         return np.inf, np.inf
-    current_cost, current_excess = evaluate(a, m, capacity, host, np.inf)
-    for _ in range(steps):
-        # The threshold is drawn first: an evaluation stops early above it.
-        limit = current_cost + penalty * current_excess + temperature * np.random.exponential()
-        accepted = False
-        if propose(a, s):
-            repair_early = np.random.random() < REPAIR_CHANCE
-            for repairs in range(s.params.max_repairs + 1):
-                eliminate_dead(a, s)
-                cost, excess = evaluate(a, m, capacity, host, limit)
-                if cost == np.inf:
-                    break
-                last = excess == 0.0 or repairs == s.params.max_repairs
-                if cost + penalty * excess <= limit and (last or not repair_early):
-                    current_cost, current_excess, accepted = cost, excess, True
-                    break
-                # Too expensive only for its memory excess: repair the peak and try again.
-                if last or not repair(a, m):
-                    break
-        finish_step(a, s, accepted)
-    store(s)
-    return current_cost, current_excess
+    return take_steps(
+        a, m.search, m, evaluate, repair, False, steps, capacity, temperature, penalty
+    )

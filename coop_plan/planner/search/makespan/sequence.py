@@ -15,68 +15,140 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import (
-    Floats,
-    Ints,
-    IntTable,
-    Program,
-    to_arrays,
-    to_program,
-)
-from coop_plan.planner.core.lifetimes import OFFLOAD, PREFETCH, RUN, WAIT
+from coop_plan.planner.core.arrays import Floats, Ints, Program, to_arrays, to_program
+from coop_plan.planner.core.lifetimes import PREFETCH, RUN
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.records import Int32, Record, Table, record, table
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.search.compute import columns as c
 from coop_plan.planner.search.compute import sequence
 from coop_plan.planner.search.compute.params import MoveParams
-from coop_plan.planner.search.compute.sequence import Int32s, Int32Table, SearchState, allocate
-from coop_plan.planner.search.makespan import columns as mc
+from coop_plan.planner.search.compute.sequence import NONE, Int32s, SearchState, allocate
+
+
+class Tensor(Record):
+    """A tensor: the times of its copies (µs), and its offload in the candidate.
+
+    `host_us` (0 for other tensors) is that of `planner.core.problem.Homes`; `host_bytes` is the
+    bytes of a copy on the host, 0 of a home, which has its own place. An offloaded tensor is listed
+    by the event that produces it and by the last that reads that copy.
+    """
+
+    offload_us: float
+    prefetch_us: float
+    host_us: float
+    bytes: int
+    host_bytes: int
+    last_prefetch: Int32
+    producer: Int32
+    last_reader: Int32
+    next_produced: Int32
+    next_last_read: Int32
+    is_offloaded: bool
+    is_away: bool  # its offload has ended
+
+
+class Event(Record):
+    """First offloaded tensor that an event produces, and first of which it is the last reader."""
+
+    produced: Int32
+    last_reads: Int32
+
+
+class Returned(Record):
+    """An entry of `Homes.returned` (`planner.core.problem`)."""
+
+    tensor: Int32
+    op: Int32
+
+
+class Version(Record):
+    """An entry of `Homes.versions` (`planner.core.problem`): an output and its input."""
+
+    made: Int32
+    used: Int32
+
+
+class Prefetch(Record):
+    """A prefetch: its marker's access, the position of its first read, and its end.
+
+    `latest_start` is the last position at which it can begin without a stall.
+    """
+
+    arrival_us: float
+    marker: Int32
+    first_reader: Int32
+    latest_start: Int32
+
+
+class Queued(Record):
+    """A tensor to offload, and the position of its last reader, the key of the heap."""
+
+    last_reader: int
+    tensor: int
+
+
+class Sent(Record):
+    """An offload that began, and its end."""
+
+    end_us: float
+    tensor: Int32
+
+
+class Transfer(Record):
+    """A transfer event: its kind in `planner.core.lifetimes`, and the position that it precedes."""
+
+    before: Int32
+    kind: Int32
+    tensor: Int32
+
+
+class Flow(Record):
+    """Clocks (µs), bytes and counts of the simulation of a candidate."""
+
+    now_us: float  # compute's clock
+    out_free_us: float  # when the engine to the host is free
+    in_free_us: float  # when the engine from the host is free
+    host_end_us: float  # when the host has computed what follows the offloads begun
+    host_excess_sum: float  # bytes, over all offloads
+    host_capacity: int  # negative: no limit
+    live: int
+    awaiting_offload: int  # of the live bytes: unused and waiting for their offload
+    host_live: int
+    host_excess: int
+    queued: int  # lengths of the lists
+    sent: int
+    left: int  # offloads ended
+    transfers: int
+    events: int
+    prefetches: int
+    offloaded: int
+    look_ahead: bool  # prefetches wait for memory that events before their read will need
 
 
 class MakespanState(NamedTuple):
     """State of the joint search, and the transfers of the candidate that was evaluated last.
 
-    `search` holds the sequence and its liveness. Per tensor:
-    `offload_us` and `prefetch_us` the times of its copies, and `offload`.
+    `search` holds the sequence and its liveness. Per position: `order` is the event, `start_us` its
+    start if compute never waits. `prefetch` is in the order of first reads, `sent` in the order of
+    starts, `queue` a heap, and `offloaded` lists tensors.
 
-    Per position: `order` is the event, `start_us` its start if compute never waits. Per prefetch,
-    in the order of first reads: `prefetches` is the marker's access, `first_reader` the position of
-    the first read, `latest_start` the last position at which it can begin without a stall,
-    `arrival_us` its end.
-
-    `offloaded` lists the offloaded tensors and `offload_head` their lists by event. `queue` is a
-    heap of tensors to offload, keyed by the last reader's position. `sent` and `sent_end_us` list
-    offloads in the order of their starts. `transfer` lists all transfer events; see
-    `columns` for the columns and entries of `offload`, `transfer`, `clock` and `flow`.
-
-    `home_copies`, `returned`, `versions` and `host_us` (0 for other tensors) are those of
-    `planner.core.problem.Homes`; `host_size` is the bytes of a copy on the host, 0 of a home, which
-    has its own place.
+    `home_copies` is `planner.core.problem.Homes.copies`.
     """
 
     search: SearchState
     home_copies: Ints
-    returned: IntTable
-    versions: IntTable
-    host_us: Floats
-    host_size: Ints
-    offload_us: Floats
-    prefetch_us: Floats
+    returned: Table[Returned]
+    versions: Table[Version]
+    tensor: Table[Tensor]
+    event: Table[Event]
     order: Int32s
     start_us: Floats
-    prefetches: Int32s
-    first_reader: Int32s
-    latest_start: Int32s
-    arrival_us: Floats
+    prefetch: Table[Prefetch]
     offloaded: Int32s
-    offload: Int32Table
-    offload_head: Int32Table
-    queue: IntTable
-    sent: Int32s
-    sent_end_us: Floats
-    transfer: Int32Table
-    clock: Floats
-    flow: Ints
+    queue: Table[Queued]
+    sent: Table[Sent]
+    transfer: Table[Transfer]
+    flow: Flow
 
 
 def to_closed_program(problem: Problem) -> Program:
@@ -110,58 +182,62 @@ def to_closed_program(problem: Problem) -> Program:
 
 def new_state(problem: Problem, a: Program, max_events: int, params: MoveParams) -> MakespanState:
     """State without a sequence, for up to `max_events` events of a closed program."""
-    device, tensors, bytes_ = problem.device, a.size.size, to_arrays(problem).bytes
-    with np.errstate(divide="ignore", invalid="ignore"):  # 0 bytes without a link
-        offload_us = device.copy_latency_us + bytes_ * 1e6 / np.float64(device.d2h_bytes_per_s)
-        prefetch_us = device.copy_latency_us + bytes_ * 1e6 / np.float64(device.h2d_bytes_per_s)
-    homes = problem.homes
+    device, homes, bytes_ = problem.device, problem.homes, to_arrays(problem).bytes
     home_copies = np.array(homes.copies, dtype=np.int64)
-    returned = np.array(homes.returned, dtype=np.int64).reshape(-1, 2)
-    versions = np.array(homes.versions, dtype=np.int64).reshape(-1, 2)
-    host_size = a.size.copy()
-    host_us = np.zeros(tensors)
+    returned, versions = table(Returned, len(homes.returned)), table(Version, len(homes.versions))
+    returned[:], versions[:] = list(homes.returned), list(homes.versions)
+    tensor, event = table(Tensor, a.size.size), table(Event, max_events + 1)
+    with np.errstate(divide="ignore", invalid="ignore"):  # 0 bytes without a link
+        tensor["offload_us"] = bytes_ * 1e6 / np.float64(device.d2h_bytes_per_s)
+        tensor["prefetch_us"] = bytes_ * 1e6 / np.float64(device.h2d_bytes_per_s)
+    tensor["offload_us"] += device.copy_latency_us
+    tensor["prefetch_us"] += device.copy_latency_us
+    tensor["bytes"] = tensor["host_bytes"] = a.size
     for t, duration_us in homes.host_us:
-        host_us[t] = duration_us
-    host_size[home_copies] = host_size[returned[host_us[returned[:, 0]] == 0.0, 0]] = 0
-    offload_us[home_copies] = prefetch_us[returned[:, 0]] = 0.0
+        tensor[t].host_us = duration_us
+    tensor["offload_us"][home_copies] = tensor["host_bytes"][home_copies] = 0
+    for t, _ in homes.returned:
+        tensor[t].prefetch_us = 0.0
+        if tensor[t].host_us == 0.0:
+            tensor[t].host_bytes = 0
+    event["produced"] = event["last_reads"] = NONE
     linked = "transfers" in problem.beyond_recomputation
     movable = np.array(problem.movable, dtype=np.uint8) * np.uint8(linked)
-    movable[np.setdiff1d(versions[:, 1], home_copies)] = 0
+    movable[np.setdiff1d(versions["used"], home_copies)] = 0
     recomputable = np.array([*problem.rerunnable(problem.rematerializable), False], dtype=np.uint8)
     evictable = (a.producer >= 0) & (
         (movable == 1) | ((a.evictable == 1) & (recomputable[a.producer] == 1))
     )
     search = allocate(a, max_events, params, recomputable, evictable * (a.size > 0) * 1.0)
+    search.tensor["is_movable"] = movable
+    flow, host = record(Flow), problem.host_budget
+    flow.host_capacity = -1 if host is None else host
     return MakespanState(
-        search=search._replace(movable=movable),
+        search=search,
         home_copies=home_copies,
         returned=returned,
         versions=versions,
-        host_us=host_us,
-        host_size=host_size,
-        offload_us=offload_us,
-        prefetch_us=prefetch_us,
+        tensor=tensor,
+        event=event,
         order=np.zeros(max_events, dtype=np.int32),
         start_us=np.zeros(max_events + 1),
-        prefetches=np.zeros(max_events, dtype=np.int32),
-        first_reader=np.zeros(max_events, dtype=np.int32),
-        latest_start=np.zeros(max_events, dtype=np.int32),
-        arrival_us=np.zeros(max_events),
-        offloaded=np.zeros(tensors, dtype=np.int32),
-        offload=np.zeros((tensors, 7), dtype=np.int32),
-        offload_head=np.full((max_events + 1, 2), c.NONE, dtype=np.int32),
-        queue=np.zeros((tensors, 2), dtype=np.int64),
-        sent=np.zeros(tensors, dtype=np.int32),
-        sent_end_us=np.zeros(tensors),
-        transfer=np.zeros((2 * max_events + 2 * tensors, 3), dtype=np.int32),
-        clock=np.zeros(5),
-        flow=np.zeros(mc.FLOW_SIZE, dtype=np.int64),
+        prefetch=table(Prefetch, max_events),
+        offloaded=np.zeros(a.size.size, dtype=np.int32),
+        queue=table(Queued, a.size.size),
+        sent=table(Sent, a.size.size),
+        transfer=table(Transfer, 2 * max_events + 2 * a.size.size),
+        flow=flow,
     )
+
+
+def _last_op(state: MakespanState) -> int:
+    """The artificial last op, before the markers, one per tensor."""
+    return state.search.op.size - state.tensor.size - 1
 
 
 def set_sequence(state: MakespanState, events: Ints) -> None:
     """Set the stored sequence; the artificial last op is appended if it is missing."""
-    last = state.search.recomputable.size - 1
+    last = _last_op(state)
     sequence.set_sequence(state.search, events if last in events else np.append(events, last))
 
 
@@ -182,18 +258,16 @@ def to_sequence(schedule: Schedule) -> Ints:
 
 def to_events(state: MakespanState) -> tuple[Ints, Ints]:
     """Event kinds and subjects (`planner.core.lifetimes`) of the sequence evaluated last."""
-    kinds = (OFFLOAD, WAIT, PREFETCH, WAIT)
-    last = state.search.recomputable.size - 1
-    event_kinds: list[int] = []
+    kinds: list[int] = []
     subjects: list[int] = []
-    transfers = iter(state.transfer[: state.flow[mc.TRANSFER_COUNT]].tolist())
-    transfer = next(transfers, None)
+    transfers = iter(state.transfer[: state.flow.transfers].tolist())
+    before, kind, tensor = next(transfers, (np.inf, 0, 0))
     for position, code in enumerate(current_sequence(state).tolist()):
-        while transfer is not None and transfer[mc.BEFORE] <= position:
-            event_kinds.append(kinds[transfer[mc.KIND]])
-            subjects.append(transfer[mc.MOVED_TENSOR])
-            transfer = next(transfers, None)
-        if code < last:
-            event_kinds.append(RUN)
+        while before <= position:
+            kinds.append(kind)
+            subjects.append(tensor)
+            before, kind, tensor = next(transfers, (np.inf, 0, 0))
+        if code < _last_op(state):
+            kinds.append(RUN)
             subjects.append(code)
-    return np.array(event_kinds, dtype=np.int64), np.array(subjects, dtype=np.int64)
+    return np.array(kinds, dtype=np.int64), np.array(subjects, dtype=np.int64)
