@@ -19,7 +19,9 @@ from coop_plan.runtime.device.arena import Memory, Run
 from coop_plan.runtime.errors import StepSpentError
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.homes import Copy
+from coop_plan.runtime.execute.host_updates import HostUpdates
 from coop_plan.runtime.execute.rng_state import Generator
+from coop_plan.runtime.execute.transfers import Layout
 from coop_plan.runtime.torch_internals.autograd import accumulate_gradient
 from coop_plan.runtime.torch_internals.ops import tensor_versions
 
@@ -43,7 +45,8 @@ class Invocation:
     no other invocation of its thread ran meanwhile, `runs_again` after its first forward. By
     position among the primals, `leaves` are the tensors whose gradients are held across steps or
     consumed by hooks, `held` the gradients that the backward adds to, `handed` the leaves whose
-    hooks run within the backward, and `updates` those of parameters within a whole iteration.
+    hooks run within the backward, and `updates` those of parameters within a whole iteration;
+    `updates_on_host` start them on `host`.
     """
 
     def __init__(
@@ -63,6 +66,8 @@ class Invocation:
         self.held: Mapping[int, torch.Tensor] = {}
         self.handed: Container[int] = ()
         self.updates: Mapping[int, Callable[..., None]] = {}
+        self.updates_on_host: Mapping[int, Callable[[Callable[[], torch.Tensor]], None]] = {}
+        self.host: HostUpdates | None = None
         self.held_bytes: Mapping[int, int] = {}
         self.alone = True
         self.runs_again = False
@@ -248,6 +253,11 @@ class Invocation:
         """Start transfer `number`; the tensor returned may be read after the wait for it."""
         assert self.transfers is not None
         return self.transfers.prefetch(number)
+
+    def update_on_host(self, position: int, number: int, layout: Layout) -> None:
+        """Start an update on the host by the gradient that transfer `number` copies there."""
+        assert self.transfers is not None
+        self.updates_on_host[position](self.transfers.at_host(number, layout))
 
     def wait(self, number: int) -> None:
         """Wait for transfer `number`."""

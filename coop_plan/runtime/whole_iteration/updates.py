@@ -64,14 +64,15 @@ class ParameterUpdate:
 
 
 class Updates:
-    """The updates of the parameters of some optimizers, one each."""
+    """The updates of the parameters of some optimizers, one each; with a link also on the host."""
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], *, link: bool) -> None:
         self.profiling_bytes = 0
         """Most bytes that a measurement took."""
         self.order: Mapping[int, int] = {}
         """Places of parameters in the norm of the gradients, by `id`; else optimizers' order."""
         self._optimizers = optimizers
+        self._link = link
         self._profiles: dict[object, UpdateProfile] = {}
 
     def _all(self) -> Iterator[ParameterUpdate]:
@@ -206,7 +207,13 @@ class Updates:
             states,
             changes_gradient,
             parts if sum(parts) == states else (),
+            host_us(run, read) if self._link and not cuda else None,
         )
+
+
+def host_us(run: Callable[[], None], read: int) -> float:
+    """Time of an update on the host that reads `read` bytes, µs."""
+    return time_op(run, (), read, None)
 
 
 def storages_of(states: Any) -> list[torch.UntypedStorage]:
