@@ -38,9 +38,9 @@ class StepReport:
     was not planned as a whole, it is the iteration's, the largest of its calls, and
     `measured_peak_bytes` is the iteration's, too. `resident_bytes` exist before the step:
     parameters, buffers, inputs; `plan.resident_bytes` also count those that are allocated in it.
-    `measured_overhead` is the last step's time in ops and in waits, beyond that in first runs and in
-    updates on the host, divided by the latter two. `outside_bytes` are its planned allocations that were not
-    served at their address.
+    `measured_overhead` is the last step's time in ops and in waits beyond that in first runs and in
+    updates on the host, divided by the latter two. `outside_bytes` are its planned allocations that
+    were not served at their address.
     """
 
     name: str
@@ -179,6 +179,7 @@ class StepReport:
         overhead = self.measured_overhead
         makespan = self.measured_makespan_us
         resident, arena, outputs = map(format_bytes, self.peak_parts)
+        on_host = [f"{us / 1e3:.2f} ms" for us in (self.planned_host_us, self.measured_host_us)]
         return [
             ("budget", format_bytes(self.budget_bytes), ""),
             ("peak", format_bytes(self.peak_bytes), format_bytes(self.measured_peak_bytes)),
@@ -197,6 +198,7 @@ class StepReport:
                 f"{self.plan.cost_us / 1e3:.2f} ms",
                 "" if makespan is None else f"{makespan / 1e3:.2f} ms",
             ),
+            *([("  on the host", *on_host)] if self.planned_host_us else []),
         ]
 
     def _title(self) -> str:

@@ -13,14 +13,12 @@ from coop_plan.runtime.capture.op_timing import cpu_us
 class HostUpdates(AbstractContextManager["HostUpdates", None]):
     """Updates of one iteration on the host, one after the other; its context ends after them.
 
-    If it ends with an error, those that have not begun are left out. `ended` is called at the end,
-    once for each update without an error.
-
-    The thread begins with the first update, so that it has the state of the processor of the
-    thread that calls, and it computes with as many threads: results are equal to the bit.
+    `ended` is called at the end, once for each update without an error. The thread begins with the
+    first update, so that it has the state of the processor of the thread that calls, and it
+    computes with as many threads: results are equal to the bit.
 
     Raises:
-        Exception: at the end, that of the first update that failed.
+        BaseException: at the end, that of the first update that failed.
     """
 
     def __init__(self, ended: Callable[[], None]) -> None:
@@ -50,12 +48,10 @@ class HostUpdates(AbstractContextManager["HostUpdates", None]):
         if self._thread is None:
             return
         began = time.perf_counter()
-        self._thread.shutdown(cancel_futures=error is not None)
+        self._thread.shutdown()
         self.stall_us = (time.perf_counter() - began) * 1e6
         faults = []
         for future in self._begun:
-            if future.cancelled():
-                continue
             fault = future.exception()
             if fault is None:
                 self.busy_us += future.result()

@@ -7,7 +7,7 @@ tensor that was offloaded, or of the parameter whose home is read.
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 

@@ -1,6 +1,7 @@
 """Movable residents of an iteration: parameters and states that its plan may keep on the host.
 
-Updates of such residents may run there."""
+Updates of such residents may run there.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,6 @@ from coop_plan.runtime.execute.lower_to_fx import inputs_of
 from coop_plan.runtime.op_profile import OpProfile, parts_bytes
 from coop_plan.runtime.whole_iteration.updates import ParameterUpdate
 from coop_plan.schemas import Variant
-
 
 HOST = "host"
 """Name of the variant of an update on the host."""
