@@ -179,7 +179,8 @@ class StepReport:
         overhead = self.measured_overhead
         makespan = self.measured_makespan_us
         resident, arena, outputs = map(format_bytes, self.peak_parts)
-        on_host = [f"{us / 1e3:.2f} ms" for us in (self.planned_host_us, self.measured_host_us)]
+        planned_us, measured_us = self.planned_host_us, self.measured_host_us
+        on_host = "  on the host", f"{planned_us / 1e3:.2f} ms", f"{measured_us / 1e3:.2f} ms"
         return [
             ("budget", format_bytes(self.budget_bytes), ""),
             ("peak", format_bytes(self.peak_bytes), format_bytes(self.measured_peak_bytes)),
@@ -198,7 +199,7 @@ class StepReport:
                 f"{self.plan.cost_us / 1e3:.2f} ms",
                 "" if makespan is None else f"{makespan / 1e3:.2f} ms",
             ),
-            *([("  on the host", *on_host)] if self.planned_host_us else []),
+            *([on_host] if planned_us else []),
         ]
 
     def _title(self) -> str:

@@ -1,6 +1,7 @@
 """Updates on the host: iterations are the loop's to the bit, by a thread beside the step."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import coop_plan
+from coop_plan.planner.homes import search
 from coop_plan.runtime import PartlyUpdatedError
 from coop_plan.runtime.device import build
 from coop_plan.runtime.device.copy_engines import TO_HOST, CpuCopyEngines, cpu_engines
@@ -74,7 +76,7 @@ def test_variants_have_their_measured_cost_if_there_is_a_link(link, monkeypatch)
     assert found == ([("host", 7.0)] * 12 if link else [])
 
 
-def test_a_gradient_that_is_overwritten_keeps_its_update_on_the_device():
+def test_a_gradient_that_is_overwritten_keeps_its_update_on_the_device(monkeypatch):
     """The host has a copy of it, which is not what later ops would read."""
 
     class Doubling(torch.optim.SGD):
@@ -85,12 +87,37 @@ def test_a_gradient_that_is_overwritten_keeps_its_update_on_the_device():
                         parameter.grad.mul_(2)
             super().step(closure)
 
-    OPTIMIZERS["doubling"] = lambda p: Doubling(p, 0.05)
-    try:
-        report = Pair(Mlp, "doubling", "min").run(0, 1, 2)
-    finally:
-        del OPTIMIZERS["doubling"]
+    monkeypatch.setitem(OPTIMIZERS, "doubling", lambda p: Doubling(p, 0.05))
+    report = Pair(Mlp, "doubling", "min").run(0, 1, 2)
     assert not runs_on_host(report)
+
+
+class Lending(torch.optim.SGD):
+    """All its parameters use one tensor for temporaries."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, 0.05)
+        self.temporary = torch.empty(WIDTH * WIDTH)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    own = self.temporary[: parameter.numel()].view(parameter.shape)
+                    own.copy_(parameter.grad)
+                    time.sleep(0.005)
+                    parameter.sub_(own, alpha=0.05)
+
+
+def test_an_optimizer_of_another_author_updates_one_parameter_at_a_time(monkeypatch):
+    """Every second update is on the host."""
+    monkeypatch.setitem(OPTIMIZERS, "lending", Lending)
+    monkeypatch.setattr(search, "SHARES", [(0.5, 1.0)])
+    monkeypatch.setattr(search, "REFINEMENTS", [])
+    monkeypatch.setattr(search, "HOST_SHARES", [])
+    monkeypatch.setattr(search, "HOST_REFINEMENTS", [])
+    report = Pair(Mlp, "lending", "60%").run(0, 1)
+    assert 0 < len(runs_on_host(report)) < 12
 
 
 @pytest.mark.parametrize("threads", [1, 2])

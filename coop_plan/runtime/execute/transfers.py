@@ -28,7 +28,7 @@ from coop_plan.schemas import Device
 
 T = TypeVar("T")
 
-Layout = tuple[torch.dtype, int, Sequence[int], Sequence[int]]
+Layout = tuple[torch.dtype, int | torch.SymInt, Sequence[int], Sequence[int]]
 """Dtype, storage offset, sizes and strides of a tensor."""
 
 

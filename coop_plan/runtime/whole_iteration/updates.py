@@ -5,9 +5,10 @@ are those of the loop in eager. Temporaries have slots in the arena. States, whi
 allocates, are residents.
 """
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -35,12 +36,23 @@ GRADIENT = 0.25
 
 
 class ParameterUpdate:
-    """The update of `parameter`, which is in group number `group` of the optimizer."""
+    """The update of `parameter`, which is in group number `group` of the optimizer.
 
-    def __init__(self, optimizer: Optimizer, group: int, parameter: torch.Tensor) -> None:
+    It runs while no other with this `lock` does. So attributes of optimizers of other authors may
+    have temporaries.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: int,
+        parameter: torch.Tensor,
+        lock: AbstractContextManager[object],
+    ) -> None:
         self.optimizer = optimizer
         self.group = group
         self.parameter = parameter
+        self._lock = nullcontext() if _is_of_pytorch(optimizer) else lock
 
     @property
     def options(self) -> dict[str, Any]:
@@ -60,7 +72,13 @@ class ParameterUpdate:
     def __call__(self, gradient: torch.Tensor) -> None:
         """Update the parameter by its gradient, which is not kept."""
         optimizer = self.optimizer
-        run_update(optimizer, self.options, [self.parameter], [gradient], optimizer.state)
+        with self._lock:
+            run_update(optimizer, self.options, [self.parameter], [gradient], optimizer.state)
+
+
+def _is_of_pytorch(optimizer: Optimizer) -> bool:
+    """True if updates of an optimizer share no temporaries, and may run in two threads at once."""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 class Updates:
@@ -73,6 +91,7 @@ class Updates:
         """Places of parameters in the norm of the gradients, by `id`; else optimizers' order."""
         self._optimizers = optimizers
         self._link = link
+        self._lock = threading.Lock()
         self._profiles: dict[object, UpdateProfile] = {}
 
     def _all(self) -> Iterator[ParameterUpdate]:
@@ -80,7 +99,7 @@ class Updates:
         for optimizer in self._optimizers:
             for number, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
-                    yield ParameterUpdate(optimizer, number, parameter)
+                    yield ParameterUpdate(optimizer, number, parameter, self._lock)
 
     def begin(self) -> None:
         """Begin an iteration: no parameter has a gradient.
