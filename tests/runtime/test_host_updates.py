@@ -97,7 +97,7 @@ class Lending(torch.optim.SGD):
 
     def __init__(self, parameters):
         super().__init__(parameters, 0.05)
-        self.temporary = torch.empty(WIDTH * WIDTH)
+        self.temporary = torch.zeros(WIDTH * WIDTH)
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -106,7 +106,7 @@ class Lending(torch.optim.SGD):
                     own = self.temporary[: parameter.numel()].view(parameter.shape)
                     own.copy_(parameter.grad)
                     time.sleep(0.005)
-                    parameter.sub_(own, alpha=0.05)
+                    parameter.data.sub_(own, alpha=0.05)
 
 
 def test_an_optimizer_of_another_author_updates_one_parameter_at_a_time(monkeypatch):
