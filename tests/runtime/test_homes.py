@@ -20,6 +20,12 @@ from tests.runtime.iterating import OPTIMIZERS, eager, equal, preferring_host, s
 WIDTH, ROWS, WORDS = 64, 8, 50
 
 
+@pytest.fixture(autouse=True)
+def updates_on_device(monkeypatch):
+    """Of updates on the host: `test_host_updates`."""
+    monkeypatch.setattr(updates, "host_us", lambda *_: None)
+
+
 class Mlp(nn.Module):
     """Its weights take more bytes than its activations."""
 
