@@ -28,6 +28,7 @@ import torch
 import coop_plan
 from benchmarks import fused, models, runtime_peers
 from benchmarks.report import Column, Report, parser, scaled
+from coop_plan.planner.inspect.buffers import replay_plan
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
 from coop_plan.runtime.iteration.recorder import TOLERANCE
 
@@ -112,6 +113,10 @@ def serve(
         found |= {"planned": report.planned_overhead, "paid": report.measured_overhead}
         at_home = {home.tensor for home in report.plan.homes}
         found["homes"] = sum(t.bytes for t in report.graph.tensors if t.id in at_home)
+        host = "planned_host_us", "measured_host_us", "measured_host_stall_us"
+        found |= {each: getattr(report, each) for each in host}
+        moments = replay_plan(report.graph, report.plan).moments
+        found["on_host"] = sum(moment.engine == "host" for moment in moments)
         if link:
             found["peak"] = report.measured_peak_bytes
     return found
@@ -160,6 +165,10 @@ COLUMNS = (
     Column("budget_bytes", "budget MB", MB),
     Column("peak", "peak MB", MB),
     Column("homes", "homes MB", MB),
+    Column("on_host", "on host"),
+    Column("planned_host_us", "planned ms", scaled(1e-3, ".1f")),
+    Column("measured_host_us", "measured", scaled(1e-3, ".1f")),
+    Column("measured_host_stall_us", "waited", scaled(1e-3, ".1f")),
     Column("outside_bytes", "outside B"),
     Column("planned", "planned", ".1%"),
     Column("paid", "in step", ".1%"),

@@ -73,7 +73,9 @@ class UpdateProfile:
 
     The `first` update allocates `state_bytes` of states for good, `later` ones none. If it
     `changes_gradient`, the gradient is overwritten. `state_parts` are the bytes of the states'
-    storages; none if they have memory of another origin, too.
+    storages; none if they have memory of another origin, too. `host_us` is the time of a later
+    update on the host (`execute.host_updates`), whose temporaries are PyTorch's allocator's; None
+    if no update may run there.
     """
 
     first: OpProfile
@@ -81,6 +83,7 @@ class UpdateProfile:
     state_bytes: int
     changes_gradient: bool
     state_parts: tuple[int, ...]
+    host_us: float | None
 
     @property
     def workspace_bytes(self) -> int:

@@ -38,9 +38,9 @@ class StepReport:
     was not planned as a whole, it is the iteration's, the largest of its calls, and
     `measured_peak_bytes` is the iteration's, too. `resident_bytes` exist before the step:
     parameters, buffers, inputs; `plan.resident_bytes` also count those that are allocated in it.
-    `measured_overhead` is the last step's time in recomputed ops and in waits for transfers,
-    divided by the time in first runs. `outside_bytes` are its planned allocations that were not
-    served at their address.
+    `measured_overhead` is the last step's time in ops and in waits beyond that in first runs and in
+    updates on the host, divided by the latter two. `outside_bytes` are its planned allocations that
+    were not served at their address.
     """
 
     name: str
@@ -92,6 +92,10 @@ class StepReport:
     measured_offload_stall_us: float = 0.0
     measured_prefetch_stall_us: float = 0.0
     """Waits of the last step's ops for transfers to the host, and for transfers from it."""
+    measured_host_us: float = 0.0
+    """Time in the last step's updates on the host, µs."""
+    measured_host_stall_us: float = 0.0
+    """Wait of the last step's end for updates on the host."""
     copies: list[CopySpan] = field(default_factory=list, repr=False)
     """Time span of each transfer of the last step, on the CPU."""
 
@@ -100,7 +104,14 @@ class StepReport:
         """Time of the last step in ops and in waits, µs; `plan.cost_us` is the planned time."""
         if self.last_step_us is None:
             return None
-        return self.last_step_us + self.measured_offload_stall_us + self.measured_prefetch_stall_us
+        stalls = self.measured_offload_stall_us + self.measured_prefetch_stall_us
+        return self.last_step_us + stalls + self.measured_host_stall_us
+
+    @property
+    def planned_host_us(self) -> float:
+        """Planned time in updates on the host, µs."""
+        view = replay_plan(self.graph, self.plan)
+        return sum(m.end_us - m.begin_us for m in view.moments if m.engine == "host")
 
     @property
     def kernels(self) -> str:
@@ -168,6 +179,8 @@ class StepReport:
         overhead = self.measured_overhead
         makespan = self.measured_makespan_us
         resident, arena, outputs = map(format_bytes, self.peak_parts)
+        planned_us, measured_us = self.planned_host_us, self.measured_host_us
+        on_host = "  on the host", f"{planned_us / 1e3:.2f} ms", f"{measured_us / 1e3:.2f} ms"
         return [
             ("budget", format_bytes(self.budget_bytes), ""),
             ("peak", format_bytes(self.peak_bytes), format_bytes(self.measured_peak_bytes)),
@@ -186,6 +199,7 @@ class StepReport:
                 f"{self.plan.cost_us / 1e3:.2f} ms",
                 "" if makespan is None else f"{makespan / 1e3:.2f} ms",
             ),
+            *([on_host] if planned_us else []),
         ]
 
     def _title(self) -> str:

@@ -5,6 +5,7 @@ from torch import nn
 
 import coop_plan
 from coop_plan import runtime
+from coop_plan.runtime.whole_iteration import updates
 
 WIDTH = 24
 
@@ -68,6 +69,17 @@ def batches_of(step, count, rows=32):
         )
         for _ in range(count)
     ]
+
+
+def preferring_host(patch):
+    """Updates on the host seem to take no time, so that plans have them; returns the patch."""
+    patch.setattr(updates, "host_us", lambda *_: 0.1)
+    return patch
+
+
+def runs_on_host(report):
+    """The updates that the plan of a report runs on the host."""
+    return [step.op for step in report.plan.steps if getattr(step, "variant", None) == "host"]
 
 
 def eager(loss, optimizer, batches, clip_norm):

@@ -15,9 +15,15 @@ from coop_plan.runtime.capture.joint_graph import SAVED_HANDLE_BYTES
 from coop_plan.runtime.device.arena import process_bytes
 from coop_plan.runtime.device.copy_engines import FROM_HOST, TO_HOST, CpuCopyEngines
 from coop_plan.runtime.whole_iteration import updates
-from tests.runtime.iterating import OPTIMIZERS, eager, equal, state_of
+from tests.runtime.iterating import OPTIMIZERS, eager, equal, preferring_host, state_of
 
 WIDTH, ROWS, WORDS = 64, 8, 50
+
+
+@pytest.fixture(autouse=True)
+def updates_on_device(monkeypatch):
+    """Of updates on the host: `test_host_updates`."""
+    monkeypatch.setattr(updates, "host_us", lambda *_: None)
 
 
 class Mlp(nn.Module):
@@ -321,12 +327,22 @@ class Failure(Exception):
     calls=st.integers(0, 1),
     at=st.integers(0, 11),
     place=st.sampled_from(["before", "within", "copying"]),
+    on_host=st.booleans(),
 )
-def test_each_parameter_is_that_of_before_or_of_after(optimizer, budget, calls, at, place):
+@example("adamw", "min", 1, 5, "within", True)
+def test_each_parameter_is_that_of_before_or_of_after(optimizer, budget, calls, at, place, on_host):
     """A failure leaves the parameters that were updated before it as they are after the call."""
     torch._dynamo.reset()
-    pair = Pair(Mlp, optimizer, budget)
-    pair.run(*range(calls))
+    with pytest.MonkeyPatch.context() as patch:
+        if on_host:
+            preferring_host(patch)
+        pair = Pair(Mlp, optimizer, budget)
+        pair.run(*range(calls))
+        _fail(pair, calls, at, place)
+
+
+def _fail(pair, calls, at, place):
+    """An iteration fails at an update; the next ones are the loop's."""
     before = by_parameter(pair.ours, pair.mine)
     update, wait, updated = updates.ParameterUpdate.__call__, CpuCopyEngines._wait, set()
 

@@ -20,7 +20,7 @@ from torch import nn
 import coop_plan
 from coop_plan import runtime
 from coop_plan.runtime.whole_iteration.all_or_none import AllOrNone
-from tests.runtime.iterating import OPTIMIZERS, WIDTH, equal, listed, state_of
+from tests.runtime.iterating import OPTIMIZERS, WIDTH, equal, listed, preferring_host, state_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
 OPTIONS = ({}, {"link": "8GB/s", "method": "coop-offline"})
@@ -109,19 +109,25 @@ def handlers_raised(error):
     numbers=st.sets(st.sampled_from(SIGNALS), min_size=1),
     raises=st.booleans(),
     percent=st.integers(0, 100),
+    on_host=st.booleans(),
 )
-@example("adamw", OPTIONS[0], {*SIGNALS}, True, 70)
-@example("adamw", OPTIONS[0], {signal.SIGINT, signal.SIGTERM}, True, 90)
-@example("adamw", OPTIONS[1], {*SIGNALS}, True, 70)
+@example("adamw", OPTIONS[0], {*SIGNALS}, True, 70, False)
+@example("adamw", OPTIONS[0], {signal.SIGINT, signal.SIGTERM}, True, 90, False)
+@example("adamw", OPTIONS[1], {*SIGNALS}, True, 70, False)
+@example("adamw", OPTIONS[1], {*SIGNALS}, True, 70, True)
+@example("adamw", OPTIONS[1], {*SIGNALS}, True, 95, True)
 def test_a_signal_at_any_call_finds_the_state_of_before_or_of_after(
-    optimizer, options, numbers, raises, percent
+    optimizer, options, numbers, raises, percent, on_host
 ):
     """As a handler that saves a checkpoint, or raises, before the job is preempted."""
     torch._dynamo.reset()
     ours, theirs = Trained(optimizer, **options), Trained(optimizer, **options)
-    for trained in (ours, theirs):
-        trained.run(0)
-        calls = calls_of(trained.run, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        for trained in (ours, theirs):
+            if on_host:
+                preferring_host(patch)
+            trained.run(0)
+            calls = calls_of(trained.run, 1)
     before = ours.state()
     theirs.run(2)
     after, sent, found = theirs.state(), [], []

@@ -50,7 +50,7 @@ def time_op(run_op: Callable[[], object], slots: Slots, read: int, device: int |
         run.begin(memory, fresh=False)
         try:
             arena.enter(0)
-            return _cpu_us(run_op) if device is None else cuda.device_us(device, run_op)
+            return cpu_us(run_op) if device is None else cuda.device_us(device, run_op)
         finally:
             arena.leave()
 
@@ -59,7 +59,7 @@ def time_op(run_op: Callable[[], object], slots: Slots, read: int, device: int |
     others: list[float] = []
     while len(times) < MIN_REPEATS or (sum(times) < REPEAT_US and len(times) < MAX_REPEATS):
         if device is None:
-            others.append(_cpu_us(_empty_caches))
+            others.append(cpu_us(_empty_caches))
         times.append(timed())
         if device is None and times[-1] < CODE_US:
             again.append(timed())
@@ -101,7 +101,7 @@ def _library_pages() -> Any:
     return np.memmap(largest, np.int64, "r", shape=(min(CACHE_BYTES, size) // 8,))
 
 
-def _cpu_us(run: Callable[[], object]) -> float:
+def cpu_us(run: Callable[[], object]) -> float:
     """Time of one run without waits for a processor that another process has.
 
     It is the thread's processor time, or that of an op's threads on average if that is more.

@@ -38,6 +38,7 @@ struct Copy {
   Clock::time_point asked;
   Clock::time_point begin, end;
   std::string fault;
+  int waits = 1;  // that are to come
   bool over = false;
 };
 
@@ -88,9 +89,16 @@ class CopyEngine {
     return true;
   }
 
+  // One thread more waits for the copy.
+  void share(Copy& copy) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++copy.waits;
+  }
+
   void forget(long copy_id) {
     std::lock_guard<std::mutex> lock(mutex_);
-    copies_.erase(copy_id);
+    const auto found = copies_.find(copy_id);
+    if (found != copies_.end() && --found->second->waits == 0) copies_.erase(found);
   }
 
   // Waits until all submitted copies have finished.
@@ -194,6 +202,17 @@ PyObject* engine_submit(PyObject*, PyObject* args) {
   } catch (const std::exception& error) {
     return PyErr_Format(PyExc_MemoryError, "cannot submit a copy: %s", error.what());
   }
+}
+
+PyObject* engine_share(PyObject*, PyObject* args) {
+  PyObject* handle;
+  long copy_id;
+  if (!PyArg_ParseTuple(args, "Ol", &handle, &copy_id)) return nullptr;
+  CopyEngine* engine = as_engine(handle);
+  const std::shared_ptr<Copy> copy = engine->find(copy_id);
+  if (copy == nullptr) return PyErr_Format(PyExc_KeyError, "no copy %ld", copy_id);
+  engine->share(*copy);
+  Py_RETURN_NONE;
 }
 
 PyObject* engine_wait(PyObject*, PyObject* args) {
@@ -313,6 +332,7 @@ PyMethodDef methods[] = {
     {"open", engine_open, METH_NOARGS, "() -> handle of a thread that copies"},
     {"close", engine_close, METH_O, "End the thread after its copies."},
     {"ask", engine_submit, METH_VARARGS, "(handle, to, from, bytes, min us) -> copy id"},
+    {"share", engine_share, METH_VARARGS, "(handle, copy id): one thread more will wait for it."},
     {"wait", engine_wait, METH_VARARGS, "(handle, copy id) -> us waited, begin and end, us"},
     {"finish", engine_finish, METH_VARARGS, "(handle, copy id): wait, and ignore errors."},
     {"settle", engine_settle, METH_O, "Wait for all copies."},

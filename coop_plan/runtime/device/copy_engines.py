@@ -96,6 +96,10 @@ class CopyEngines:
         self._submitted.pop(handle, None)
         return timing
 
+    def wait_on_host(self, handle: CopyHandle) -> Callable[[], object]:
+        """A wait of another thread for a copy, which this thread waits for as well."""
+        raise NotImplementedError
+
     def finish(self) -> None:
         """Order later work after all copies that were not waited for."""
         if self._submitted:
@@ -133,6 +137,10 @@ class CpuCopyEngines(CopyEngines):
         if engine not in cpu_engines():
             raise RuntimeError("the copy was submitted before this process was forked")
         return CopyTiming(*build.copy_engines().wait(engine, number))
+
+    def wait_on_host(self, handle: CopyHandle) -> Callable[[], object]:
+        build.copy_engines().share(*handle.name)
+        return functools.partial(self._wait, handle)
 
     def _finish(self) -> None:
         for handle in self._submitted:

@@ -18,7 +18,7 @@ import torch
 
 from coop_plan.runtime.device.cuda import exchange_memory
 from coop_plan.runtime.errors import RuntimeRefusalError
-from coop_plan.runtime.op_profile import part_offsets
+from coop_plan.runtime.op_profile import part_offsets, parts_bytes
 from coop_plan.runtime.torch_internals.ops import elements_spanned
 from coop_plan.schemas import Plan
 
@@ -157,15 +157,21 @@ class Homes:
                     f" {storage.nbytes()}: make another train_iteration, or load what it had"
                 )
             del free[found]
-            _move(storage, self._memory(home.offset + found, storage.nbytes()))
+            _move(storage, self.memory(home.offset + found, storage.nbytes()))
             placed[found] = storage
         home.present.clear()
         home.present.update(placed)
 
-    def _memory(self, offset: int, size: int) -> torch.Tensor:
+    def memory(self, offset: int, size: int) -> torch.Tensor:
         """Bytes of the slab, which they keep alive."""
         assert self.slab is not None
         return torch.frombuffer(self.slab.numpy(), dtype=torch.uint8, count=size, offset=offset)
+
+    @property
+    def end(self) -> int:
+        """End of the last home in the slab."""
+        homes = self._homes.values()
+        return max((h.offset + parts_bytes(h.resident.parts) for h in homes), default=0)
 
     def parameter(self, tensor: int) -> torch.Tensor | None:
         """The parameter that a home is for; None if it is for states."""
@@ -206,7 +212,7 @@ class Homes:
         if [storage.nbytes() for storage in made] != list(home.resident.parts):
             return  # of an update that failed, or of other sizes, which `begin` refuses
         for at, storage in zip(part_offsets(home.resident.parts), made, strict=True):
-            memory = self._memory(home.offset + at, storage.nbytes())
+            memory = self.memory(home.offset + at, storage.nbytes())
             exchange_memory(storage, memory.untyped_storage())
             copy.append(memory)
             home.present[at] = storage
@@ -220,7 +226,7 @@ class Homes:
         assert self.slab is not None
         for tensor, copy in self._unsaved.items():
             for (offset, size), part in zip(self.parts_of(tensor), copy, strict=True):
-                self._memory(offset, size).untyped_storage().copy_(part.untyped_storage(), False)
+                self.memory(offset, size).untyped_storage().copy_(part.untyped_storage(), False)
         self._unsaved.clear()
 
 

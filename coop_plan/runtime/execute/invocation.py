@@ -19,7 +19,9 @@ from coop_plan.runtime.device.arena import Memory, Run, counted_bytes
 from coop_plan.runtime.errors import StepSpentError
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.homes import Copy
+from coop_plan.runtime.execute.host_updates import HostUpdates
 from coop_plan.runtime.execute.rng_state import Generator
+from coop_plan.runtime.execute.transfers import Layout
 from coop_plan.runtime.torch_internals.autograd import HookUse, accumulate_gradient
 from coop_plan.runtime.torch_internals.ops import tensor_versions
 
@@ -44,7 +46,7 @@ class Invocation:
     position among the primals, `leaves` are the tensors whose gradients are held across steps or
     consumed by hooks, `held` the gradients that the backward adds to, `handed` the leaves whose
     hooks run within the backward, `used` the use by those that ran, and `updates` those of
-    parameters within a whole iteration.
+    parameters within a whole iteration; `updates_on_host` start them on `host`.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class Invocation:
         self.handed: Container[int] = ()
         self.used: dict[int, HookUse | None] = {}
         self.updates: Mapping[int, Callable[..., None]] = {}
+        self.updates_on_host: Mapping[int, Callable[[Callable[[], torch.Tensor]], None]] = {}
+        self.host: HostUpdates | None = None
         self.held_bytes: Mapping[int, int] = {}
         self.alone = True
         self.runs_again = False
@@ -254,6 +258,11 @@ class Invocation:
         """Start transfer `number`; the tensor returned may be read after the wait for it."""
         assert self.transfers is not None
         return self.transfers.prefetch(number)
+
+    def update_on_host(self, position: int, number: int, layout: Layout) -> None:
+        """Start an update on the host by the gradient that transfer `number` copies there."""
+        assert self.transfers is not None
+        self.updates_on_host[position](self.transfers.at_host(number, layout))
 
     def wait(self, number: int) -> None:
         """Wait for transfer `number`."""

@@ -161,7 +161,10 @@ class _Emitter:
         for number in numbers:
             step = self._steps[number]
             if isinstance(step, Compute):
-                half.emit(step, self._occurrence, self._over.get(self._occurrence, {}))
+                if number in self._transfer_of:
+                    half.update_on_host(step, self._transfer_of[number])
+                else:
+                    half.emit(step, self._occurrence, self._over.get(self._occurrence, {}))
                 self._occurrence += 1
             elif not isinstance(step, Free):
                 half.transfer(step, self._transfer_of[number])
@@ -278,6 +281,14 @@ class _Half:
             value = maker.meta["val"]
             node.meta["val"] = value if isinstance(value, torch.Tensor) else value[position]
             self._made["buffer", step.buffer] = (node, 0)
+
+    def update_on_host(self, step: Compute, number: int) -> None:
+        """Start an update on the host by the gradient that transfer `number` copies there."""
+        _, position, gradient = self.captured.ops[step.op].args
+        assert isinstance(gradient, fx.Node)
+        value = gradient.meta["val"]
+        layout = (value.dtype, value.storage_offset(), tuple(value.shape), value.stride())
+        self.graph.call_method("update_on_host", (self._invocation, position, number, layout))
 
     def value(self, arg: Any, final: Mapping[int, Source]) -> Any:
         """The value of an output of the step in this graph."""

@@ -36,6 +36,8 @@ def note_counters(
         )
     if found:
         report.outside_plan = "; ".join(found)
+    if (host := invocation.host) is not None:
+        report.measured_host_us, report.measured_host_stall_us = host.busy_us, host.stall_us
     if not on_cuda:
         stalls = (0.0, 0.0) if copies is None else copies.stall_us
         note_times(report, counters.compute_us, counters.recompute_us, stalls)
@@ -51,4 +53,6 @@ def note_times(
     report.last_step_us = compute_us + recompute_us
     report.measured_offload_stall_us, report.measured_prefetch_stall_us = stalls
     if compute_us:
-        report.measured_overhead = (recompute_us + sum(stalls)) / compute_us
+        once, host = compute_us + report.measured_host_us, report.measured_host_us
+        more = recompute_us + sum(stalls) + report.measured_host_stall_us - host
+        report.measured_overhead = more / once

@@ -1,8 +1,19 @@
 """Index of a plan's buffers: maker, readers, address, sharing and end of each."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coop_plan.schemas import Compute, Free, Graph, Offload, Plan, Prefetch, Wait, Write
+from coop_plan.schemas import (
+    Compute,
+    Free,
+    Graph,
+    Offload,
+    Plan,
+    Prefetch,
+    Variant,
+    Wait,
+    Write,
+)
 
 
 @dataclass
@@ -48,8 +59,8 @@ class PlanIndex:
     """Buffers, runs and transfers of a verified plan of `graph`, whose op ids are positions.
 
     `runs` are the positions of the compute steps, `first_run[op]` the first one of an op.
-    `transfer_of` has the number of the transfer that an offload, prefetch or wait belongs to, by
-    position of the step.
+    `transfer_of` has the number of the transfer that an offload, prefetch or wait belongs to, or
+    that copies the gradient of an update on the host, by position of the step.
     """
 
     def __init__(self, graph: Graph, plan: Plan) -> None:
@@ -63,7 +74,7 @@ class PlanIndex:
         for at, step in enumerate(plan.steps):
             match step:
                 case Compute():
-                    self._run(graph, step, at)
+                    self._run(graph, step, at, latest)
                 case Free():
                     for freed in step.buffers:
                         self.buffers[freed].ends_at = at
@@ -105,11 +116,14 @@ class PlanIndex:
         self.buffers[made.buffer] = buffer
         return buffer
 
-    def _run(self, graph: Graph, step: Compute, at: int) -> None:
+    def _run(self, graph: Graph, step: Compute, at: int, latest: Mapping[int, int]) -> None:
         self.runs.append(at)
         self.first_run.setdefault(step.op, at)
         op = graph.ops[step.op]
         form = next((v for v in op.variants if v.name == step.variant), op)
+        if isinstance(form, Variant) and form.engine == "host":
+            (self.transfer_of[at],) = (latest[r] for r in step.reads if isinstance(r, int))
+            return
         reads = {
             t: self.buffers[read]
             for t, read in zip(form.inputs, step.reads, strict=True)

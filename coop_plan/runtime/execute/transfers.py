@@ -4,9 +4,10 @@ A prefetched tensor is a new one at its planned address, with the dtype, sizes a
 tensor that was offloaded, or of the parameter whose home is read.
 """
 
+import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -24,6 +25,11 @@ from coop_plan.runtime.execute.homes import Copy, Homes
 from coop_plan.runtime.execute.plan_index import Transfer
 from coop_plan.runtime.reports import CopySpan
 from coop_plan.schemas import Device
+
+T = TypeVar("T")
+
+Layout = tuple[torch.dtype, int | torch.SymInt, Sequence[int], Sequence[int]]
+"""Dtype, storage offset, sizes and strides of a tensor."""
 
 
 class TransferProgram(NamedTuple):
@@ -58,7 +64,7 @@ class TransferRunner:
         self._engines: CopyEngines | None = None
         self._slab: torch.Tensor | None = None
         self._homes: Homes | None = None
-        self._layouts: dict[int, Any] = {}
+        self._layouts: dict[int, Layout] = {}
         self._handles: dict[int, list[CopyHandle]] = {}
         self.stall_us = [0.0, 0.0]
         """Time spent in waits for offloads, and for prefetches."""
@@ -77,7 +83,7 @@ class TransferRunner:
         self._slab = self._engines.reserve(self._host_arena_bytes) if homes is None else homes.slab
         self.stall_us = [0.0, 0.0]
         self.spans = []
-        self.host_high_water = 0
+        self.host_high_water = 0 if homes is None else homes.end
 
     def abandon(self) -> None:
         """Wait for all copies of an invocation that does not continue, and save its updates."""
@@ -149,6 +155,29 @@ class TransferRunner:
         storages = [part.untyped_storage() for part in copy]
         self._begin(number, storages, [offset for offset, _ in parts])
 
+    def at_host(self, number: int, layout: Layout) -> Callable[[], torch.Tensor]:
+        """A wait of another thread for transfer `number`, an offload; it returns the copy.
+
+        The copy has this layout.
+
+        Raises:
+            CopyError: by the wait, if the transfer failed.
+        """
+        self._arena.pause()
+        assert self._homes is not None
+        moved = self._transfers[number]
+        memory = self._homes.memory(moved.host_offset, moved.buffer.bytes)
+        dtype, offset, size, stride = layout
+        copy = torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), offset, size, stride)
+        waits = [self._running_engines.wait_on_host(one) for one in self._handles.get(number, ())]
+
+        def copied() -> torch.Tensor:
+            for wait in waits:
+                _completed(wait)
+            return copy
+
+        return copied
+
     def wait(self, number: int) -> None:
         """Let later ops wait for transfer `number`."""
         self._arena.pause()
@@ -160,10 +189,7 @@ class TransferRunner:
                 with self._clock.waiting(direction):
                     self._running_engines.wait(handle)
                 continue
-            try:
-                copies.append(self._running_engines.wait(handle))
-            except RuntimeError as error:
-                raise CopyError(str(error)) from error
+            copies.append(_completed(functools.partial(self._running_engines.wait, handle)))
         if moved.is_home and moved.to_host:
             assert self._homes is not None
             self._homes.saved(moved.buffer.tensor)
@@ -200,6 +226,14 @@ class TransferRunner:
                     _direction(moved), parts, self._slab, places[0], least_us
                 )
             )
+
+
+def _completed(wait: Callable[[], T]) -> T:
+    """Wait for a copy."""
+    try:
+        return wait()
+    except RuntimeError as error:
+        raise CopyError(str(error)) from error
 
 
 def _direction(moved: Transfer) -> int:

@@ -1,4 +1,7 @@
-"""Movable residents of an iteration: parameters and states that its plan may keep on the host."""
+"""Movable residents of an iteration: parameters and states that its plan may keep on the host.
+
+Updates of such residents may run there.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,10 +12,15 @@ import torch
 
 from coop_plan.runtime.capture.graph_builder import UPDATE
 from coop_plan.runtime.capture.joint_graph import Captured
+from coop_plan.runtime.capture.op_variants import OpVariant
 from coop_plan.runtime.execute.homes import Resident, can_move, have_home
 from coop_plan.runtime.execute.lower_to_fx import inputs_of
-from coop_plan.runtime.op_profile import parts_bytes
+from coop_plan.runtime.op_profile import OpProfile, parts_bytes
 from coop_plan.runtime.whole_iteration.updates import ParameterUpdate
+from coop_plan.schemas import Variant
+
+HOST = "host"
+"""Name of the variant of an update on the host."""
 
 
 def movable_residents(
@@ -70,11 +78,26 @@ def movable_residents(
 
 
 def with_movable(captured: Captured, residents: Mapping[int, Resident]) -> Captured:
-    """The iteration with these residents (tensor ids) marked as movable."""
+    """The iteration with these residents (tensor ids) marked as movable.
+
+    An update that overwrites nothing else may have a variant on the host.
+    """
     tensors = [
         tensor.model_copy({"movable": True, "bytes": parts_bytes(residents[tensor.id].parts)})
         if tensor.id in residents
         else tensor
         for tensor in captured.graph.tensors
     ]
-    return replace(captured, graph=captured.graph.model_copy({"tensors": tensors}))
+    ops, variants = list(captured.graph.ops), dict(captured.variants)
+    for at, (node, op) in enumerate(zip(captured.ops, ops, strict=True)):
+        cost = node.meta[UPDATE].profile.host_us if UPDATE in node.meta else None
+        if cost is None or not {*op.mutates} == {*op.inputs[1:]} <= residents.keys():
+            continue
+        gradient: Any = node.args[2]
+        value = gradient.meta["val"]
+        if not (value.is_conj() or value.is_neg()):  # of which a copy's bytes are not the values
+            made = Variant(name=HOST, cost_us=cost, inputs=op.inputs, outputs=[], engine="host")
+            ops[at] = op.model_copy({"variants": [made]})
+            variants[node] = {HOST: OpVariant(node, OpProfile(cost, (), (), 0, 0))}
+    graph = captured.graph.model_copy({"tensors": tensors, "ops": ops})
+    return replace(captured, graph=graph, variants=variants)

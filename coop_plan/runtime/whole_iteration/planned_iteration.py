@@ -14,6 +14,7 @@ from coop_plan.runtime.execute.arena_pool import ArenaPools, pool_of
 from coop_plan.runtime.execute.budget_check import BudgetCheck
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.homes import Copy, Homes, Resident
+from coop_plan.runtime.execute.host_updates import HostUpdates
 from coop_plan.runtime.execute.invocation import Invocation
 from coop_plan.runtime.execute.lower_to_fx import snapshot_positions
 from coop_plan.runtime.execute.measured import note_counters, note_times
@@ -102,15 +103,24 @@ class PlannedIteration:
 
             return run
 
+        def on_host(update: ParameterUpdate) -> Callable[[Callable[[], torch.Tensor]], None]:
+            def start(copied: Callable[[], torch.Tensor]) -> None:
+                all_or_none.begin(len(self._homes_of))
+                host.start(copied, update)
+
+            return start
+
+        invocation.host = host = HostUpdates(all_or_none.end)
         invocation.updates = {at: updating(at, one) for at, one in self._updates.items()}
+        invocation.updates_on_host = {at: on_host(one) for at, one in self._updates.items()}
         results = self._run(invocation, inputs)
         self._finish(invocation, made_now)
         return results
 
     def _run(self, invocation: Invocation, inputs: list[Any]) -> Sequence[Any]:
         """Both halves of the plan, in the invocation's arena."""
-        compiled, memory = invocation.compiled, invocation.memory
-        assert memory is not None
+        compiled, memory, host = invocation.compiled, invocation.memory, invocation.host
+        assert memory is not None and host is not None
         memory.tenant = None
         untried = cuda.without_cudnn_benchmark() if self._clock else nullcontext()
         try:
@@ -118,7 +128,7 @@ class PlannedIteration:
             if self._clock is not None:
                 self._clock.begin()
             try:
-                with untried, torch.no_grad():
+                with untried, torch.no_grad(), host:
                     inputs += [inputs[i].clone() for i in self._copied]
                     made = list(compiled.forward(invocation, inputs))
                     results = made[: self._captured.num_fwd_outputs]

@@ -111,7 +111,7 @@ class TrainIteration:
         self.grad_norm: torch.Tensor | None = None
         self._optimizers = optimizers
         self._steps = True
-        self._updates = Updates(optimizers)
+        self._updates = Updates(optimizers, link=bool(options.plan.link))
         self._checked: set[Hashable] = set()
         self._options = options
         self._clip_norm = clip_norm

@@ -5,9 +5,11 @@ are those of the loop in eager. Temporaries have slots in the arena. States, whi
 allocates, are residents.
 """
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -35,12 +37,23 @@ GRADIENT = 0.25
 
 
 class ParameterUpdate:
-    """The update of `parameter`, which is in group number `group` of the optimizer."""
+    """The update of `parameter`, which is in group number `group` of the optimizer.
 
-    def __init__(self, optimizer: Optimizer, group: int, parameter: torch.Tensor) -> None:
+    It runs while no other with this `lock` does. So attributes of optimizers of other authors may
+    have temporaries.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: int,
+        parameter: torch.Tensor,
+        lock: AbstractContextManager[object],
+    ) -> None:
         self.optimizer = optimizer
         self.group = group
         self.parameter = parameter
+        self._lock = nullcontext() if _is_of_pytorch(optimizer) else lock
 
     @property
     def options(self) -> dict[str, Any]:
@@ -60,18 +73,26 @@ class ParameterUpdate:
     def __call__(self, gradient: torch.Tensor) -> None:
         """Update the parameter by its gradient, which is not kept."""
         optimizer = self.optimizer
-        run_update(optimizer, self.options, [self.parameter], [gradient], optimizer.state)
+        with self._lock:
+            run_update(optimizer, self.options, [self.parameter], [gradient], optimizer.state)
+
+
+def _is_of_pytorch(optimizer: Optimizer) -> bool:
+    """True if updates of an optimizer share no temporaries, and may run in two threads at once."""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 class Updates:
-    """The updates of the parameters of some optimizers, one each."""
+    """The updates of the parameters of some optimizers, one each; with a link also on the host."""
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], *, link: bool) -> None:
         self.profiling_bytes = 0
         """Most bytes that a measurement took."""
         self.order: Mapping[int, int] = {}
         """Places of parameters in the norm of the gradients, by `id`; else optimizers' order."""
         self._optimizers = optimizers
+        self._link = link
+        self._lock = threading.Lock()
         self._profiles: dict[object, UpdateProfile] = {}
 
     def _all(self) -> Iterator[ParameterUpdate]:
@@ -79,7 +100,7 @@ class Updates:
         for optimizer in self._optimizers:
             for number, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
-                    yield ParameterUpdate(optimizer, number, parameter)
+                    yield ParameterUpdate(optimizer, number, parameter, self._lock)
 
     def begin(self) -> None:
         """Begin an iteration: no parameter has a gradient.
@@ -206,7 +227,17 @@ class Updates:
             states,
             changes_gradient,
             parts if sum(parts) == states else (),
+            host_us(run, read) if self._link and not cuda else None,
         )
+
+
+def host_us(run: Callable[[], None], read: int) -> float:
+    """Time of an update on the host that reads `read` bytes, µs, by a thread as in an iteration.
+
+    A thread's temporaries come from memory that the main thread's do not.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(time_op, run, (), read, None).result()
 
 
 def storages_of(states: Any) -> list[torch.UntypedStorage]:

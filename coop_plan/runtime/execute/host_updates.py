@@ -1,0 +1,69 @@
+"""Updates on the host: a thread computes them at their homes, while the step goes on."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+
+import torch
+
+from coop_plan.runtime.capture.op_timing import cpu_us
+
+
+class HostUpdates(AbstractContextManager["HostUpdates", None]):
+    """Updates of one iteration on the host, one after the other; its context ends after them.
+
+    `ended` is called at the end, once for each update without an error. The thread begins with the
+    first update, so that it has the state of the processor of the thread that calls, and it
+    computes with as many threads: results are equal to the bit.
+
+    Raises:
+        BaseException: at the end, that of the first update that failed.
+    """
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self.busy_us = 0.0
+        """Time in the updates, without waits for gradients."""
+        self.stall_us = 0.0
+        """Time in which the end of the context waited."""
+        self._ended = ended
+        self._thread: ThreadPoolExecutor | None = None
+        self._begun: list[Future[float]] = []
+
+    def start(
+        self, copied: Callable[[], torch.Tensor], update: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Start an update; `copied` waits for the gradient."""
+        if self._thread is None:
+            number = torch.get_num_threads()
+            self._thread = ThreadPoolExecutor(1, "coop-plan host", _use_threads, (number,))
+
+        def run() -> float:
+            gradient = copied()
+            return cpu_us(lambda: update(gradient))
+
+        self._begun.append(self._thread.submit(run))
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._thread is None:
+            return
+        began = time.perf_counter()
+        self._thread.shutdown()
+        self.stall_us = (time.perf_counter() - began) * 1e6
+        faults = []
+        for future in self._begun:
+            fault = future.exception()
+            if fault is None:
+                self.busy_us += future.result()
+                self._ended()
+            else:
+                faults.append(fault)
+        if faults and error is None:
+            raise faults[0]
+        if faults and error is not None:
+            error.add_note(f"an update on the host failed, too: {faults[0]!r}")
+
+
+def _use_threads(number: int) -> None:
+    if torch.get_num_threads() != number:
+        torch.set_num_threads(number)
