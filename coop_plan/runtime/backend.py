@@ -266,6 +266,7 @@ class _Compilation:
             num_fwd_outputs=num_fwd_outputs,
             static_inputs=static_inputs,
             variants=variants,
+            cuda_graphs=self.options.cuda_graphs,
         )
         if not self.any_sizes:  # chunks are equal to the whole at one size
             chunk_heads_beyond(joint, self.options.plan.budget)

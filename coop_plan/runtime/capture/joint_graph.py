@@ -128,6 +128,8 @@ def capture_joint(
     model: CostModel | None = None,
     variants: VariantPasses | None = None,
     fuse: Callable[[fx.GraphModule, int], None] | None = None,
+    *,
+    cuda_graphs: bool = False,
 ) -> Captured:
     """Profile the ops of a joint graph, and build its graph document.
 
@@ -139,6 +141,8 @@ def capture_joint(
         model: cost model of an absent device; without one, ops are measured.
         variants: passes that add variants of ops; not run with a `model`.
         fuse: a pass (`fused.regions.fuse_regions`) that replaces ops by fused regions.
+        cuda_graphs: on CUDA, count memory that graphs of the step keep: for the results, and for
+            copies of inputs that are neither parameters nor buffers.
 
     Raises:
         CaptureError: an op or input that cannot be planned.
@@ -185,10 +189,16 @@ def capture_joint(
     collective_scratch = sum(sorted(builder.collective_scratch)[-GROUP_THREADS:])
     libraries = 0 if model is None else model.resident_bytes
     worker_bytes = max((profile.worker_bytes for profile in builder.profiles), default=0)
-    builder.add(RUNTIME, own_bytes + collective_scratch + libraries + worker_bytes, "buffer")
     output_tensors = {
         t for value in outputs if isinstance(value, fx.Node) for t in builder.storages[value]
     }
+    if cuda_graphs and device.type == "cuda":
+        own_bytes += sum(
+            tensor["bytes"]
+            for t, tensor in enumerate(builder.tensors)
+            if tensor["kind"] == "input" or (tensor["kind"] == "activation" and t in output_tensors)
+        )
+    builder.add(RUNTIME, own_bytes + collective_scratch + libraries + worker_bytes, "buffer")
     for t in output_tensors:
         if t is not None and builder.tensors[t]["kind"] == "activation":
             builder.tensors[t]["kind"] = "output"

@@ -1,0 +1,323 @@
+"""Steps in CUDA graphs. Without a device, test_cuda.py runs these on a pretended one."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from coop_plan import runtime
+from coop_plan.runtime.execute import find_plan
+from tests.runtime.networks import Mlp
+from tests.runtime.swapping import swap_plan
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch):
+    """Graphs of the test: `captures` and `replays`, on a device, too."""
+    gc.collect()
+    counts = {"captures": 0, "replays": 0}
+    graph = torch.cuda.CUDAGraph
+    for name, method in (("captures", "capture_end"), ("replays", "replay")):
+
+        def run(self, name=name, of=getattr(graph, method)):
+            counts[name] += 1
+            of(self)
+
+        monkeypatch.setattr(graph, method, run)
+    return counts
+
+
+def compiled(step, budget="100%", **options):
+    given = {"budget": budget, "cuda_graphs": True, **options}
+    return torch.compile(step, backend="coop", fullgraph=True, options=given)
+
+
+def batches(count=5, shape=(256, 64)):
+    return [torch.randn(shape, device="cuda") for _ in range(count)]
+
+
+def train(model, step, given, micro=1, set_to_none=True):
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    losses = []
+    for number, batch in enumerate(given):
+        loss = step(*batch) if isinstance(batch, tuple) else step(batch)
+        loss.backward()
+        losses.append(loss.detach().clone())
+        if (number + 1) % micro == 0:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none)
+    return losses
+
+
+def check(model, given, counted, replays, micro=1, step=lambda model: model, **options):
+    """Trains with and without graphs, which gives equal numbers."""
+    other = copy.deepcopy(model)
+    expected = train(model, compiled(step(model), cuda_graphs=False, **options), given, micro)
+    torch._dynamo.reset()
+    assert counted["replays"] == 0
+    found = train(other, compiled(step(other), **options), given, micro)
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))
+    assert counted["replays"] == replays
+
+
+@pytest.mark.parametrize("budget", ["100%", "60%", "min"])
+def test_replayed_steps_have_the_numbers_of_plain_ones(budget, counted):
+    """The first call of a plan runs plainly, the second one captures both halves."""
+    check(Mlp().cuda(), batches(), counted, 8, budget=budget)
+    assert counted["captures"] == 3  # the forward again for the backward's saved tensors
+    report = runtime.reports()[-1]
+    assert report.steps_run == 5
+    assert report.outside_bytes == 0
+    assert report.measured_peak_bytes <= report.budget_bytes
+
+
+class Kinds(nn.Module):
+    """Saves outputs, parameters, inputs and views; a gradient is the output's own."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(4)])
+        self.dropout, self.norm = nn.Dropout(dropout), nn.BatchNorm1d(32)
+        self.shift, self.table = nn.Parameter(torch.randn(32)), nn.Embedding(16, 32)
+
+    def forward(self, x, ids, *, scale=1.0):
+        y = x * scale + self.table(ids)
+        for layer in self.layers:
+            y = self.dropout(torch.sigmoid(layer(y)))
+        y = self.norm(y).tanh()
+        return y, y.t().exp(), (y.mean(0) + self.shift) * scale
+
+
+class Loop:
+    """A loop that a seed draws: what is held, accumulated, skipped, kept and moved.
+
+    `seen` has all that was held at its end, and what it was before.
+    """
+
+    def __init__(self, model, step, seed):
+        self.model, self.step, self.held = model, step, []
+        self.draw = torch.Generator().manual_seed(seed)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+    def chance(self, share):
+        return torch.rand((), generator=self.draw).item() < share
+
+    def hold(self, *tensors):
+        self.held += [(tensor.detach(), tensor.detach().clone()) for tensor in tensors]
+
+    def call(self, rows):
+        x = torch.randn(rows, 32, generator=self.draw).cuda()
+        ids = torch.randint(16, (rows,), generator=self.draw).cuda()
+        made = self.step(x, ids, scale=0.5 if self.chance(0.2) else 1.0)
+        if self.chance(0.3):
+            self.hold(*made)
+        return sum(value.square().mean() for value in made)
+
+    def run(self, steps=12):
+        torch.manual_seed(1)
+        losses = []
+        for _ in range(steps):
+            rows = 48 if self.chance(0.3) else 64
+            pending = [self.call(rows) for _ in range(2 if self.chance(0.2) else 1)]
+            if self.chance(0.1):
+                continue  # no backward
+            if self.chance(0.2):
+                self.optimizer.zero_grad()
+            for loss in pending[::-1]:
+                twice = self.chance(0.1)
+                loss.backward(retain_graph=twice)
+                if twice:
+                    loss.backward()
+                losses.append(loss.detach().clone())
+            if self.chance(0.3):
+                self.hold(*(p.grad for p in self.model.parameters()))
+            if self.chance(0.6):
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=self.chance(0.8))
+            if self.chance(0.1):
+                parameter = self.model.shift
+                parameter.data = parameter.data.clone()
+        assert all(torch.equal(value, before) for value, before in self.held)
+        return [*losses, *(value for value, _ in self.held), *self.model.state_dict().values()]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_loops_have_the_numbers_of_plain_steps(seed, counted):
+    model = Kinds(dropout=0.3 * (seed % 2)).cuda()
+    other = copy.deepcopy(model)
+    budget = ("100%", "80%")[seed % 2 and seed // 3]
+    expected = Loop(model, compiled(model, budget, cuda_graphs=False), seed).run()
+    torch._dynamo.reset()
+    found = Loop(other, compiled(other, budget), seed).run()
+    assert all(map(torch.equal, found, expected))
+    assert counted["replays"] > 4
+
+
+def test_results_that_are_held_are_not_overwritten(counted):
+    model, held = Mlp().cuda(), []
+    step = compiled(lambda x: (model(x), model.layers[0](x)))
+    for batch in batches():
+        outputs = step(batch)
+        (outputs[0] + outputs[1].mean()).backward()
+        results = [*outputs, outputs[1][3:], *(p.grad for p in model.parameters())]
+        held += [(value.detach(), value.detach().clone()) for value in results]
+        model.zero_grad()
+    assert all(torch.equal(value, before) for value, before in held)
+    assert counted["replays"] == 8
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulated_gradients(set_to_none, counted):
+    model, given = Mlp().cuda(), batches(12)
+    other = copy.deepcopy(model)
+    train(model, compiled(model, cuda_graphs=False), given, 3, set_to_none)
+    torch._dynamo.reset()
+    train(other, compiled(other), given, 3, set_to_none)
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
+    assert counted["replays"] >= 16
+
+
+def test_each_replay_draws_a_mask(counted):
+    model, batch = Mlp(0.3).cuda(), batches(1)[0]
+    check(model, [batch] * 5, counted, 8)
+    losses = train(model, compiled(model), [batch] * 4)
+    assert len({loss.item() for loss in losses}) == 4
+
+
+def test_recomputed_random_ops_run_plainly(counted, caplog):
+    check(Mlp(0.3).cuda(), batches(), counted, 0, budget="min", host_budget=0)
+    assert caplog.text.count("runs without a CUDA graph: it recomputes aten.native_dropout") == 1
+
+
+def test_two_shapes_have_graphs_in_one_arena(counted):
+    check(Mlp().cuda(), [*batches(3), *batches(3, (128, 64)), *batches(4)] , counted, 16)
+
+
+def test_a_parameter_that_moved_is_captured_again(counted, caplog):
+    model = Mlp().cuda()
+    step = compiled(model)
+    for k, batch in enumerate(batches(12)):
+        expected = copy.deepcopy(model)(batch)
+        assert torch.equal(step(batch), expected)
+        weight = model.layers[k % 6].weight
+        weight.data = weight.data.clone() + 1
+    assert counted["captures"] == 8
+    assert caplog.text.count("without a CUDA graph: its parameters or its arena moved") == 1
+
+
+@torch.library.custom_op("coop_tests::reads", mutates_args=())
+def reads(x: torch.Tensor) -> torch.Tensor:
+    return x * (1 if x.sum().item() > 0 else 2)
+
+
+reads.register_fake(torch.empty_like)
+reads.register_autograd(lambda _, gradient: gradient.clone())
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_op_that_makes_the_host_wait_runs_plainly(where, counted, caplog):
+    model = Mlp().cuda()
+    if where == "forward":
+        step = compiled(lambda x: model(reads(model.layers[0](x))))
+    else:
+
+        @torch.library.custom_op("coop_tests::reads_later", mutates_args=())
+        def later(x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        later.register_fake(torch.empty_like)
+        later.register_autograd(lambda _, gradient: reads(gradient))
+        step = compiled(lambda x: model(later(model.layers[0](x))))
+    for batch in batches():
+        step(batch).backward()
+    assert counted == {"captures": 0, "replays": 0}
+    assert caplog.text.count("test_graph_replay.py:") == 1
+    assert "makes the host wait for the device" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_capture_that_fails_is_named_and_the_step_runs(where, counted, caplog, monkeypatch):
+    """A host read that PyTorch did not tell of before."""
+    from coop_plan.runtime.torch_internals import cuda as library
+
+    monkeypatch.setattr(library.HostWaits, "found", None, raising=False)
+    model = Mlp().cuda()
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+
+    def step(x):
+        y = model.layers[0](x)
+        return model(reads(y)) if where == "forward" else model(Reads.apply(y))
+
+    check(model, batches(), counted, 0, step=lambda other: step)
+    assert caplog.text.count("runs without a CUDA graph") == 1
+    assert "coop_tests" in caplog.text
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "as late as can be"])
+def test_copies_to_the_host_are_captured(late, monkeypatch, request, counted):
+    if torch.cuda.get_device_name() == "Pretended":
+        from tests.runtime.test_cuda_device import pretended
+
+        request.addfinalizer(lambda: pretended().pretended_late(False))
+        pretended().pretended_late(late)
+    monkeypatch.setattr(find_plan, "plan", swap_plan)
+    check(Mlp(0.3).cuda(), batches(), counted, 8, link="1GB/s")
+    assert runtime.reports()[-1].plan.swapped_bytes > 0
+
+
+def test_memory_stays_within_the_budget(counted):
+    model, batch = Mlp().cuda(), batches(1)[0]
+    step = compiled(model, "70%")
+    own = batch.nbytes + sum(parameter.nbytes for parameter in model.parameters())
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"] - own
+    for number in range(6):
+        if number == 1:
+            torch.cuda.reset_peak_memory_stats()
+        step(batch).backward()
+        model.zero_grad()
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    assert counted["replays"] == 10
+    assert peak <= runtime.reports()[0].budget_bytes
+
+
+def test_an_expanded_input_has_a_place_of_its_strides(counted):
+    model = Mlp().cuda()
+    given = [batch[:1].expand(256, 64) for batch in batches()]
+    check(model, given, counted, 8)
+
+
+def test_an_overwritten_result_is_an_error_as_without_graphs():
+    x = torch.randn(64, device="cuda", requires_grad=True)
+    step = compiled(lambda x: (x * 2).exp())
+    for number in range(4):
+        y = step(x)
+        if number == 3:
+            y.add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+        else:
+            y.sum().backward()
+
+
+def test_gradients_in_the_arena_run_plainly(counted, caplog):
+    check(Mlp().cuda(), batches(), counted, 0, outputs="gradients")
+    assert 'without a CUDA graph: outputs="gradients"' in caplog.text
+
+
+def test_a_dispatch_mode_gets_the_ops(counted):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = Mlp().cuda()
+    step, given = compiled(model), batches(4)
+    train(model, step, given)
+    before = counted["replays"]
+    with FlopCounterMode(display=False) as flops:
+        train(model, step, given[:1])
+    assert flops.get_total_flops() > 0
+    assert counted["replays"] == before
