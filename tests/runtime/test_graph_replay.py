@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 
 import pytest
 import torch
@@ -135,11 +136,11 @@ class Loop:
                 if twice:
                     loss.backward()
                 losses.append(loss.detach().clone())
-            if self.chance(0.3):
-                self.hold(*(p.grad for p in self.model.parameters()))
             if self.chance(0.6):
                 self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=self.chance(0.8))
+                if to_none := self.chance(0.8):
+                    self.hold(*(p.grad for p in self.model.parameters() if self.chance(0.3)))
+                self.optimizer.zero_grad(to_none)
             if self.chance(0.1):
                 parameter = self.model.shift
                 parameter.data = parameter.data.clone()
@@ -149,8 +150,9 @@ class Loop:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_loops_have_the_numbers_of_plain_steps(seed, counted):
-    model = Kinds(dropout=0.3 * (seed % 2)).cuda()
-    other = copy.deepcopy(model)
+    model = Kinds(dropout=0.3 * (seed % 2))
+    other = copy.deepcopy(model).cuda()
+    model.cuda()
     budget = ("100%", "80%")[seed % 2 and seed // 3]
     expected = Loop(model, compiled(model, budget, cuda_graphs=False), seed).run()
     torch._dynamo.reset()
@@ -196,7 +198,8 @@ def test_recomputed_random_ops_run_plainly(counted, caplog):
 
 
 def test_two_shapes_have_graphs_in_one_arena(counted):
-    check(Mlp().cuda(), [*batches(3), *batches(3, (128, 64)), *batches(4)] , counted, 16)
+    """After the second shape Dynamo compiles the first one again, whose first call runs plainly."""
+    check(Mlp().cuda(), [*batches(3), *batches(3, (128, 64)), *batches(4)], counted, 14)
 
 
 def test_a_parameter_that_moved_is_captured_again(counted, caplog):
@@ -220,43 +223,32 @@ reads.register_fake(torch.empty_like)
 reads.register_autograd(lambda _, gradient: gradient.clone())
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_op_that_makes_the_host_wait_runs_plainly(where, counted, caplog):
-    model = Mlp().cuda()
-    if where == "forward":
-        step = compiled(lambda x: model(reads(model.layers[0](x))))
-    else:
-
-        @torch.library.custom_op("coop_tests::reads_later", mutates_args=())
-        def later(x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        later.register_fake(torch.empty_like)
-        later.register_autograd(lambda _, gradient: reads(gradient))
-        step = compiled(lambda x: model(later(model.layers[0](x))))
-    for batch in batches():
-        step(batch).backward()
-    assert counted == {"captures": 0, "replays": 0}
-    assert caplog.text.count("test_graph_replay.py:") == 1
-    assert "makes the host wait for the device" in caplog.text
+@torch.library.custom_op("coop_tests::reads_later", mutates_args=())
+def reads_later(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_capture_that_fails_is_named_and_the_step_runs(where, counted, caplog, monkeypatch):
-    """A host read that PyTorch did not tell of before."""
-    from coop_plan.runtime.torch_internals import cuda as library
+reads_later.register_fake(torch.empty_like)
+reads_later.register_autograd(lambda _, gradient: reads(gradient))
 
-    monkeypatch.setattr(library.HostWaits, "found", None, raising=False)
-    model = Mlp().cuda()
+
+@pytest.mark.parametrize("op", [reads, reads_later])
+def test_an_op_that_makes_the_host_wait_runs_plainly(op, counted, caplog):
+    step = lambda model: lambda x: model(op(model.layers[0](x)))  # noqa: E731
+    check(Mlp().cuda(), batches(), counted, 0, step=step)
+    assert counted["captures"] == 0
+    assert caplog.text.count("runs without a CUDA graph: ") == 1
+    assert re.search(r"test_graph_replay.py:\d+ makes the host wait for the device", caplog.text)
+
+
+@pytest.mark.parametrize("op", [reads, reads_later])
+def test_a_capture_that_fails_is_named_and_the_step_runs(op, counted, caplog, monkeypatch):
+    """A wait of the host that PyTorch does not tell of."""
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
-
-    def step(x):
-        y = model.layers[0](x)
-        return model(reads(y)) if where == "forward" else model(Reads.apply(y))
-
-    check(model, batches(), counted, 0, step=lambda other: step)
-    assert caplog.text.count("runs without a CUDA graph") == 1
-    assert "coop_tests" in caplog.text
+    step = lambda model: lambda x: model(op(model.layers[0](x)))  # noqa: E731
+    check(Mlp().cuda(), batches(), counted, int(op is reads_later), step=step)
+    assert caplog.text.count("runs without a CUDA graph: ") == 1
+    assert "coop_tests.reads.default: CUDA error: operation not permitted" in caplog.text
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "as late as can be"])
@@ -308,16 +300,3 @@ def test_an_overwritten_result_is_an_error_as_without_graphs():
 def test_gradients_in_the_arena_run_plainly(counted, caplog):
     check(Mlp().cuda(), batches(), counted, 0, outputs="gradients")
     assert 'without a CUDA graph: outputs="gradients"' in caplog.text
-
-
-def test_a_dispatch_mode_gets_the_ops(counted):
-    from torch.utils.flop_counter import FlopCounterMode
-
-    model = Mlp().cuda()
-    step, given = compiled(model), batches(4)
-    train(model, step, given)
-    before = counted["replays"]
-    with FlopCounterMode(display=False) as flops:
-        train(model, step, given[:1])
-    assert flops.get_total_flops() > 0
-    assert counted["replays"] == before

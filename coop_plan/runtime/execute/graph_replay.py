@@ -35,11 +35,7 @@ from coop_plan.runtime.execute.invocation import Invocation
 from coop_plan.runtime.execute.straight_line import op_at
 from coop_plan.runtime.torch_internals.cuda import HostWaits
 from coop_plan.runtime.torch_internals.joint_graphs import is_primal
-from coop_plan.runtime.torch_internals.ops import (
-    dispatch_is_observed,
-    is_shared,
-    storage_object,
-)
+from coop_plan.runtime.torch_internals.ops import is_shared, storage_object
 
 log = logging.getLogger("coop-plan")
 
@@ -146,9 +142,7 @@ class GraphReplay:
             return "it is one of several graphs of an iteration"
         if invocation.numbers:
             return "its plan is one for several input sizes"
-        if cuda.capturing():
-            return "the user captures one"
-        return "a dispatch mode is active" if dispatch_is_observed() else None
+        return "the user captures one" if cuda.capturing() else None
 
     def _refuse(self, half: Callable[..., Any], error: RuntimeError) -> None:
         """Run this plan without graphs from now on: a capture of the half failed."""

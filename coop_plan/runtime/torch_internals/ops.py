@@ -75,11 +75,6 @@ def is_shared(storage: torch.UntypedStorage) -> bool:
     return bool(torch._C._storage_Use_Count(storage._cdata) > 1)
 
 
-def dispatch_is_observed() -> bool:
-    """True in a `TorchDispatchMode`, such as a debugger's, which gets each op."""
-    return bool(torch._C._len_torch_dispatch_stack() > 0)
-
-
 def storage_object(storage: torch.UntypedStorage) -> int:
     """The address of the storage's C++ object, a `c10::StorageImpl`."""
     address: int = storage._cdata
