@@ -329,6 +329,8 @@ def plan_captured(
     began = time.perf_counter()
     if captured.device.type == "cuda":
         options.check_on_cuda()
+    elif options.cuda_graphs:
+        log.warning("%s: cuda_graphs has no effect on the CPU", lines.begin)
     planner = Planner(options, history, f"{lines.begin}: this graph", hooked)
     graphs = [captured] if fused is None else [captured, fused]
 

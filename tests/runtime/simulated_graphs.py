@@ -116,7 +116,9 @@ class Recorder(TorchDispatchMode):
         where = tree_map(placed, (args, kwargs))
         calls = _state["library"].pretended_calls(self.graph.number)
         made = op(*args, **kwargs)
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        is_view = any(
+            r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
+        )
         sets = any(isinstance(value, torch.UntypedStorage) for value in tree_flatten(args)[0])
         if not (is_view or sets or "empty" in schema.name):
             self.ops.append((calls, op, where, None if written else tree_map(placed, made)))

@@ -16,6 +16,14 @@ from tests.runtime.swapping import swap_plan
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
+def counting(counts, name, method):
+    def run(graph):
+        method(graph)
+        counts[name] += 1
+
+    return run
+
+
 @pytest.fixture(autouse=True)
 def counted(monkeypatch):
     """Graphs of the test: `captures` and `replays`, on a device, too."""
@@ -23,12 +31,7 @@ def counted(monkeypatch):
     counts = {"captures": 0, "replays": 0}
     graph = torch.cuda.CUDAGraph
     for name, method in (("captures", "capture_end"), ("replays", "replay")):
-
-        def run(self, name=name, of=getattr(graph, method)):
-            counts[name] += 1
-            of(self)
-
-        monkeypatch.setattr(graph, method, run)
+        monkeypatch.setattr(graph, method, counting(counts, name, getattr(graph, method)))
     return counts
 
 

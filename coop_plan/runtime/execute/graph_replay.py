@@ -64,28 +64,28 @@ class GraphReplay:
         self._obstacle: str | None = None
         self._said: set[str] = set()
 
-    def forward(self, invocation: Invocation, inputs: list[Any]) -> Sequence[Any]:
+    def forward(self, invocation: Invocation, inputs: list[Any]) -> Any:
         """Outputs and saved tensors, as of `CompiledPlan.forward`; `inputs` are emptied."""
         compiled = invocation.compiled
-        if compiled is not self._warm:
-            self._warm, self._graphs, self._captures, self._obstacle = compiled, None, 0, None
-            return self._watched(compiled.forward, invocation, inputs)
         if (reason := self._why_plain(invocation)) is not None:
             self._say(reason)
             return compiled.forward(invocation, inputs)
+        if compiled is not self._warm:
+            self._warm, self._graphs, self._captures, self._obstacle = compiled, None, 0, None
+            return self._watched(compiled.forward, invocation, inputs)
         graphs = self._graphs
-        if graphs is not None and graphs.is_in_use(invocation):
+        if self._obstacle is not None or (graphs is not None and graphs.is_in_use(invocation)):
             return compiled.forward(invocation, inputs)
         if graphs is None or not graphs.fit(invocation, inputs):
             self._graphs = graphs = None  # with its memory
             if self._captures == MAX_CAPTURES:
-                self._say(f"its parameters or its arena moved {MAX_CAPTURES} times")
+                self._refuse(f"its parameters or its arena moved {MAX_CAPTURES} times")
                 return compiled.forward(invocation, inputs)
             self._captures += 1
             try:
                 self._graphs = graphs = _Graphs(invocation, self._static, self._outputs)
             except RuntimeError as error:
-                self._refuse(compiled.forward, error)
+                self._refuse(_description(error, compiled.forward))
             if graphs is None:  # after the frames of the error, which hold tensors
                 invocation.restart()
                 return compiled.forward(invocation, inputs)
@@ -94,11 +94,11 @@ class GraphReplay:
         inputs.clear()
         return made
 
-    def backward(self, invocation: Invocation, given: list[Any]) -> Sequence[Any]:
+    def backward(self, invocation: Invocation, given: list[Any]) -> Any:
         """Gradients, as of `CompiledPlan.backward`; `given` is emptied."""
         graphs, compiled = invocation.graphs, invocation.compiled
         if graphs is None:
-            if compiled is self._warm and self._graphs is None:
+            if compiled is self._warm and self._graphs is None and self._obstacle is None:
                 return self._watched(compiled.backward, invocation, given)
             return compiled.backward(invocation, given)
         tangents = given[len(compiled.saved_inputs) :]
@@ -107,29 +107,25 @@ class GraphReplay:
         try:
             half = graphs.backward(invocation, tangents)
         except RuntimeError as error:
-            self._refuse(compiled.backward, error)
+            self._refuse(_description(error, compiled.backward))
         if half is None:
             invocation.restart()
             return compiled.backward(invocation, [*graphs.saved(invocation), *tangents])
         return graphs.replay_backward(half, invocation, tangents)
 
-    def _watched(
-        self, half: Callable[..., Any], invocation: Invocation, given: list[Any]
-    ) -> Sequence[Any]:
-        """Run the ops of a half, and note one that makes the host wait: no graph has it."""
+    def _watched(self, half: Callable[..., Any], invocation: Invocation, given: list[Any]) -> Any:
+        """Run the ops of a half, and refuse one that makes the host wait: no graph has it."""
         with HostWaits() as waits:
-            made: Sequence[Any] = half(invocation, given)
+            made = half(invocation, given)
         if waits.found is not None:
             file, line = waits.found
             op = op_at(half, file, line) or f"{file}:{line}"
-            self._obstacle = f"{op} makes the host wait for the device"
+            self._refuse(f"{op} makes the host wait for the device")
         return made
 
     def _why_plain(self, invocation: Invocation) -> str | None:
         """The reason why this call runs the plan's ops, if it does."""
         compiled = invocation.compiled
-        if self._obstacle is not None:
-            return self._obstacle
         if self._collectives:
             return f"{self._collectives[0]} was not seen to work in one"
         if compiled.uncapturable:
@@ -144,20 +140,22 @@ class GraphReplay:
             return "its plan is one for several input sizes"
         return "the user captures one" if cuda.capturing() else None
 
-    def _refuse(self, half: Callable[..., Any], error: RuntimeError) -> None:
-        """Run this plan without graphs from now on: a capture of the half failed."""
-        frames = traceback.extract_tb(error.__traceback__)
-        ops = [op for f in frames if (op := op_at(half, f.filename, f.lineno or 0))]
-        self._graphs = None
-        self._obstacle = ": ".join([*ops, str(error).partition("\n")[0]])
-        self._say(self._obstacle)
+    def _refuse(self, reason: str) -> None:
+        """Run this plan without graphs from now on."""
+        self._graphs, self._obstacle = None, reason
+        self._say(reason)
 
     def _say(self, reason: str) -> None:
         if reason not in self._said:
             self._said.add(reason)
-            log.warning(
-                "%s: '%s' runs without a CUDA graph: %s", self._where, self._name, reason
-            )
+            log.warning("%s: '%s' runs without a CUDA graph: %s", self._where, self._name, reason)
+
+
+def _description(error: RuntimeError, half: Callable[..., Any]) -> str:
+    """The op at which the capture of a half failed, and the error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ops = [op for f in frames if (op := op_at(half, f.filename, f.lineno or 0))]
+    return ": ".join([*ops, str(error).partition("\n")[0]])
 
 
 class _Graphs:
@@ -203,8 +201,11 @@ class _Graphs:
     def is_in_use(self, invocation: Invocation) -> bool:
         """True if another call is between its halves."""
         user = self._user()
-        return user is not None and user is not invocation and user.graphs is self and (
-            user.memory is not None
+        return (
+            user is not None
+            and user is not invocation
+            and user.graphs is self
+            and (user.memory is not None)
         )
 
     def fit(self, invocation: Invocation, inputs: Sequence[Any]) -> bool:
@@ -259,6 +260,8 @@ class _Graphs:
         key = tuple((p, gradient.data_ptr()) for p, gradient in invocation.held.items())
         found = self._backwards.get(key)
         if found is None:
+            if len(self._backwards) == MAX_CAPTURES:
+                raise CudaGraphError(f"gradients that it adds to moved {MAX_CAPTURES} times")
             given = [*self.saved(invocation), *self._tangents]
             inputs = [*given, *invocation.held.values()]
             graph, made = _capture(
@@ -364,9 +367,7 @@ def _side_stream(device: int | None) -> torch.cuda.Stream:
 
 def _own(values: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
     """The results of a backward, with copies of those in memory of its inputs."""
-    theirs = {
-        value.untyped_storage().data_ptr() for value in inputs if _is_on_device(value)
-    }
+    theirs = {value.untyped_storage().data_ptr() for value in inputs if _is_on_device(value)}
     return [
         value.clone()
         if _is_on_device(value) and value.untyped_storage().data_ptr() in theirs

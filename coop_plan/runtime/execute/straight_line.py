@@ -36,7 +36,7 @@ def straight_line(graph: fx.Graph, module: fx.GraphModule) -> Callable[..., Any]
 
 def op_at(half: Callable[..., Any], file: str, line: int) -> str:
     """Name of the op that a half calls at this line; empty if the file is not a half's."""
-    return half.ops.get(line, "") if file == FILE else ""  # type: ignore[attr-defined, no-any-return]
+    return half.ops.get(line, "") if file == FILE else ""  # type: ignore[attr-defined]
 
 
 class _Writer:
