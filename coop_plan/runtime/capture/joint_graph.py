@@ -193,11 +193,7 @@ def capture_joint(
         t for value in outputs if isinstance(value, fx.Node) for t in builder.storages[value]
     }
     if cuda_graphs and device.type == "cuda":
-        own_bytes += sum(
-            tensor["bytes"]
-            for t, tensor in enumerate(builder.tensors)
-            if tensor["kind"] == "input" or (tensor["kind"] == "activation" and t in output_tensors)
-        )
+        own_bytes += _kept_by_graphs(builder, output_tensors)
     builder.add(RUNTIME, own_bytes + collective_scratch + libraries + worker_bytes, "buffer")
     for t in output_tensors:
         if t is not None and builder.tensors[t]["kind"] == "activation":
@@ -349,6 +345,19 @@ def _copy_shared_gradients(
         copy.meta["val"] = torch.empty_like(value, memory_format=torch.contiguous_format)
         builder.visit(copy)
         outputs[num_fwd_outputs + i] = copy
+
+
+def _kept_by_graphs(builder: GraphBuilder, outputs: set[int | None]) -> int:
+    """Bytes that CUDA graphs of a step keep: of its results, and of copies of its inputs."""
+    snapshots = (node for node in builder.storages if SNAPSHOT in node.meta)
+    copied = {t for node in snapshots for t in builder.storages[node]}
+    return sum(
+        tensor["bytes"]
+        for t, tensor in enumerate(builder.tensors)
+        if t in copied
+        or tensor["kind"] == "input"
+        or (tensor["kind"] == "activation" and t in outputs)
+    )
 
 
 def _resident_in_step(builder: GraphBuilder) -> int:

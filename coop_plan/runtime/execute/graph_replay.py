@@ -74,7 +74,10 @@ class GraphReplay:
             self._warm, self._graphs, self._captures, self._obstacle = compiled, None, 0, None
             return self._watched(compiled.forward, invocation, inputs)
         graphs = self._graphs
-        if self._obstacle is not None or (graphs is not None and graphs.is_in_use(invocation)):
+        if graphs is not None and graphs.is_in_use(invocation):
+            self._say("another call of it waits for its backward")
+            return compiled.forward(invocation, inputs)
+        if self._obstacle is not None:
             return compiled.forward(invocation, inputs)
         if graphs is None or not graphs.fit(invocation, inputs):
             self._graphs = graphs = None  # with its memory

@@ -216,7 +216,7 @@ class Invocation:
         if self.transfers is not None:
             self.transfers.forget()
         self.compiled.arena.leave()
-        self.run.begin(self.memory, fresh=False)
+        self.run.begin(self.memory, fresh=True)
 
     def rest(self) -> None:
         """Let pages of its memory be freed before the process takes more than in its run."""

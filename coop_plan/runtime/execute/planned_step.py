@@ -413,8 +413,10 @@ class PlannedStep:
         watched, compiled.measure_outside = compiled.measure_outside, False
         if compiled is not self._compiled:  # the report describes a newer plan
             return
-        if invocation.graphs is None:  # a replay allocates nothing
-            self._measure(counters, invocation)
+        if invocation.graphs is not None:  # nothing was allocated
+            self.report.replayed_steps += 1
+            return
+        self._measure(counters, invocation)
         peak = self.report.measured_peak_bytes
         over = peak > self.report.budget_bytes + TOLERANCE
         if self._clock is not None:  # the counters have no peak there
