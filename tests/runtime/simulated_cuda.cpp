@@ -39,6 +39,7 @@ std::mutex pools_held;
 std::map<int64_t, Pool> pools;
 int64_t capturing = 0;  // the graph under capture
 bool waits_are_told = false;
+bool replaying = false;
 thread_local int in_fallback = 0;
 
 void give_back(void* pointer) {
@@ -68,8 +69,8 @@ class Pretended : public at::Allocator {
   at::DataPtr allocate(size_t size) override {
     if (size == 0) return {nullptr, nullptr, &give_back, kDevice};
     auto* start = static_cast<int64_t*>(std::aligned_alloc(512, (size + 1023) / 512 * 512));
-    *start = static_cast<int64_t>(size);
-    current += *start;
+    *start = replaying ? 0 : static_cast<int64_t>(size);
+    current += *start;  // 0 in a replay: its ops are to have no memory of their own
     if (current > peak) peak = current.load();
     const std::lock_guard<std::mutex> lock(pools_held);
     if (capturing != 0) pools[capturing].blocks[reinterpret_cast<char*>(start + 64)] = size;
@@ -285,6 +286,7 @@ extern "C" int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, vo
 }
 
 extern "C" void pretended_capture(int64_t graph) { capturing = graph; }
+extern "C" void pretended_replaying(int flag) { replaying = flag != 0; }
 extern "C" void pretended_tell_waits(int flag) { waits_are_told = flag != 0; }
 extern "C" int64_t pretended_calls(int64_t graph) {
   return static_cast<int64_t>(calls[graph].size());

@@ -75,11 +75,10 @@ class Place:
         assert self.within(storage.data_ptr(), storage.nbytes()), "a graph reads memory that moved"
 
     def value(self):
-        """Its numbers, as a tensor of the CPU at this address."""
-        if self.bytes == 0:
-            return torch.empty(self.layout[0], dtype=self.dtype, device="cpu")
-        memory = (ctypes.c_char * self.bytes).from_address(self.address)
-        return torch.frombuffer(memory, dtype=self.dtype).as_strided(*self.layout)
+        """A tensor at this address."""
+        device = torch.device("cuda", 0)
+        memory = torch._C._construct_storage_from_data_pointer(self.address, device, self.bytes)
+        return torch.empty(0, dtype=self.dtype, device=device).set_(memory, 0, *self.layout)
 
 
 def placed(value):
@@ -88,9 +87,7 @@ def placed(value):
     return Place(value) if value.device.type == "cuda" else value.clone()
 
 
-def on_cpu(value):
-    if isinstance(value, torch.device):
-        return torch.device("cpu")
+def at_place(value):
     return value.value() if isinstance(value, Place) else value
 
 
@@ -105,15 +102,17 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         assert _state["stream"].current is self.graph.stream, f"{op} runs on another stream"
         schema = op._schema
-        given = zip(schema.arguments, args, strict=False)
-        written = [value for argument, value in given if argument.is_write]
-        written += [kwargs[a.name] for a in schema.arguments if a.is_write and a.name in kwargs]
-        for value in tree_flatten(written)[0]:
-            if isinstance(value, torch.Tensor):
-                place = Place(value)
-                before = ctypes.string_at(place.address, place.bytes) if place.bytes else b""
-                self.overwritten.append((place, before))
         where = tree_map(placed, (args, kwargs))
+        given = list(zip(schema.arguments, where[0], strict=False))
+        given += [(a, where[1][a.name]) for a in schema.arguments if a.name in kwargs]
+        written = tree_flatten([value for argument, value in given if argument.is_write])[0]
+        written = [place for place in written if isinstance(place, Place)]
+        for place in written:
+            before = ctypes.string_at(place.address, place.bytes) if place.bytes else b""
+            self.overwritten.append((place, before))
+        for place in tree_flatten(where)[0]:  # a copy that did not run has left any indices
+            if isinstance(place, Place) and place.block is not None and place.dtype == torch.int64:
+                ctypes.memset(place.address, 0, place.bytes)
         calls = _state["library"].pretended_calls(self.graph.number)
         made = op(*args, **kwargs)
         is_view = any(
@@ -126,10 +125,9 @@ class Recorder(TorchDispatchMode):
 
 
 class CUDAGraph:
-    """As PyTorch's; `captures` and `replays` are counted over all graphs."""
+    """As PyTorch's."""
 
     numbers = itertools.count(1)
-    captures = replays = 0
 
     def __init__(self):
         self.number, self.recorder, self.pool_blocks = next(self.numbers), None, []
@@ -171,23 +169,28 @@ class CUDAGraph:
         if unjoined:
             raise RuntimeError(f"CUDA error: capturing stream has unjoined work ({unjoined})")
         self.ops, self.calls = self.recorder.ops, calls
-        CUDAGraph.captures += 1
 
     def replay(self):
+        _state["library"].pretended_replaying(1)
+        try:
+            with torch.no_grad():
+                self._run()
+        finally:
+            _state["library"].pretended_replaying(0)
+
+    def _run(self):
         library, done = _state["library"], 0
-        CUDAGraph.replays += 1
-        with torch.no_grad():
-            for calls, op, where, made in self.ops:
-                library.pretended_replay(self.number, done, calls)
-                done = calls
-                for place in tree_flatten((where, made))[0]:
+        for calls, op, where, made in self.ops:
+            library.pretended_replay(self.number, done, calls)
+            done = calls
+            for place in tree_flatten((where, made))[0]:
+                if isinstance(place, Place):
+                    place.check()
+            args, kwargs = tree_map(at_place, where)
+            found = op(*args, **kwargs)
+            if made is not None:
+                places, values = tree_flatten(made)[0], tree_flatten(found)[0]
+                for place, value in zip(places, values, strict=True):
                     if isinstance(place, Place):
-                        place.check()
-                args, kwargs = tree_map(on_cpu, where)
-                found = op(*args, **kwargs)
-                if made is not None:
-                    places, values = tree_flatten(made)[0], tree_flatten(found)[0]
-                    for place, value in zip(places, values, strict=True):
-                        if isinstance(place, Place):
-                            place.value().copy_(value)
+                        place.value().copy_(value)
         library.pretended_replay(self.number, done, self.calls)

@@ -301,12 +301,14 @@ def capture(function):
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a real device")
 def test_the_stand_in_runs_nothing_in_a_capture_and_checks_addresses():
     x, y = torch.ones(8, device="cuda"), torch.ones(8, device="cuda")
-    graph, made = capture(lambda: (y.add_(x), x * 2)[1])
+    given = [x]
+    graph, made = capture(partial(lambda given: (y.add_(given[0]), given[0] * 2)[1], given))
     assert made.isnan().all()
     assert y.eq(1).all()
     graph.replay()
     assert made.eq(2).all()
     assert y.eq(2).all()
+    given.clear()
     del x
     with pytest.raises(AssertionError, match="was freed"):
         graph.replay()
