@@ -264,7 +264,8 @@ def run(command: list[str]) -> Result:
 def device_tests(device: str, small: bool) -> Result:
     """The tests of the CUDA path, on the device."""
     plain = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    return run([sys.executable, "-m", "pytest", "tests/runtime/test_cuda_device.py", *plain])
+    tests = [f"tests/runtime/test_{name}.py" for name in ("cuda_device", "graph_replay")]
+    return run([sys.executable, "-m", "pytest", *tests, *plain])
 
 
 SMALL = [sys.executable, "-m", "benchmarks.gpu_step", "--small", "--only", "gpt2-bf16"]

@@ -11,6 +11,7 @@ from torch import nn
 
 from coop_plan import runtime
 from coop_plan.runtime.execute import find_plan
+from coop_plan.runtime.execute.arena_pool import idle_arenas
 from tests.runtime.networks import Mlp
 from tests.runtime.swapping import swap_plan
 
@@ -204,6 +205,33 @@ def test_recomputed_random_ops_run_plainly(counted, caplog):
 def test_two_shapes_have_graphs_in_one_arena(counted):
     """After the second shape Dynamo compiles the first one again, whose first call runs plainly."""
     check(Mlp().cuda(), [*batches(3), *batches(3, (128, 64)), *batches(4)], counted, 14)
+
+
+def test_shapes_in_turn_keep_their_graphs_if_they_have_one_budget(counted):
+    """The third call of the function compiles a step for the first shape again."""
+    shapes = [256, 128] * 6
+    given = [torch.randn(rows, 64, device="cuda") for rows in shapes]
+    check(Mlp().cuda(), given, counted, 18, budget="1MiB")
+    assert counted["captures"] <= 9
+
+
+def test_a_tensor_that_is_left_in_the_arena_is_not_overwritten(counted, caplog):
+    """An update's hook keeps a temporary, which lies in the arena while that is lent."""
+    model, batch = Mlp().cuda(), batches(1)[0]
+    step = compiled(model)
+    train(model, step, [batch] * 3)
+    before = dict(counted)
+    (memory,) = idle_arenas()
+    assert memory.lend()
+    kept = torch.ones(1000, device="cuda")
+    assert memory.live_offsets
+    train(model, step, [batch] * 2)
+    assert kept.eq(1).all()
+    assert counted == before
+    assert caplog.text.count("CUDA graph: a tensor that outlived a step or an update") == 1
+    del kept
+    train(model, step, [batch])
+    assert counted["replays"] == before["replays"] + 2
 
 
 def test_a_parameter_that_moved_is_captured_again(counted, caplog):

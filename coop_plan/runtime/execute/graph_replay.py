@@ -62,20 +62,20 @@ class GraphReplay:
         self._graphs: _Graphs | None = None
         self._captures = 0
         self._obstacle: str | None = None
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def forward(self, invocation: Invocation, inputs: list[Any]) -> Any:
         """Outputs and saved tensors, as of `CompiledPlan.forward`; `inputs` are emptied."""
         compiled = invocation.compiled
         if (reason := self._why_plain(invocation)) is not None:
-            self._say(reason)
+            self._log_once(reason)
             return compiled.forward(invocation, inputs)
         if compiled is not self._warm:
             self._warm, self._graphs, self._captures, self._obstacle = compiled, None, 0, None
             return self._watched(compiled.forward, invocation, inputs)
         graphs = self._graphs
         if graphs is not None and graphs.is_in_use(invocation):
-            self._say("another call of it waits for its backward")
+            self._log_once("another call of it waits for its backward")
             return compiled.forward(invocation, inputs)
         if self._obstacle is not None:
             return compiled.forward(invocation, inputs)
@@ -128,7 +128,7 @@ class GraphReplay:
 
     def _why_plain(self, invocation: Invocation) -> str | None:
         """The reason why this call runs the plan's ops, if it does."""
-        compiled = invocation.compiled
+        compiled, memory = invocation.compiled, invocation.memory
         if self._collectives:
             return f"{self._collectives[0]} was not seen to work in one"
         if compiled.uncapturable:
@@ -141,16 +141,18 @@ class GraphReplay:
             return "it is one of several graphs of an iteration"
         if invocation.numbers:
             return "its plan is one for several input sizes"
+        if memory is not None and memory.live_offsets:
+            return "a tensor that outlived a step or an update lies in its arena"
         return "the user captures one" if cuda.capturing() else None
 
     def _refuse(self, reason: str) -> None:
         """Run this plan without graphs from now on."""
         self._graphs, self._obstacle = None, reason
-        self._say(reason)
+        self._log_once(reason)
 
-    def _say(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
+    def _log_once(self, reason: str) -> None:
+        if reason not in self._logged:
+            self._logged.add(reason)
             log.warning("%s: '%s' runs without a CUDA graph: %s", self._where, self._name, reason)
 
 
@@ -232,7 +234,7 @@ class _Graphs:
         """Outputs of a forward, and saved tensors: stand-ins for those that only graphs read."""
         self._user, invocation.graphs = weakref.ref(invocation), self
         for i, place in self._places.items():
-            _copy(inputs[i], place)
+            _copy_to_place(inputs[i], place)
         values = self._forward.replay(inputs)
         for i in self._compiled.updated_inputs:
             increment_version(inputs[i])
@@ -258,7 +260,9 @@ class _Graphs:
         """The backward that adds to the gradients held now, captured if there is none."""
         if self._tangents is None:
             self._tangents = [_place(t) if _is_on_device(t) else t for t in tangents]
-        if any(not _alike(place, t) for place, t in zip(self._tangents, tangents, strict=True)):
+        if any(
+            not _has_layout(place, t) for place, t in zip(self._tangents, tangents, strict=True)
+        ):
             raise CudaGraphError("gradients of its outputs have another layout than before")
         key = tuple((p, gradient.data_ptr()) for p, gradient in invocation.held.items())
         found = self._backwards.get(key)
@@ -268,7 +272,7 @@ class _Graphs:
             given = [*self.saved(invocation), *self._tangents]
             inputs = [*given, *invocation.held.values()]
             graph, made = _capture(
-                invocation, lambda: _own(self._compiled.backward(invocation, given), inputs)
+                invocation, lambda: _copied_out(self._compiled.backward(invocation, given), inputs)
             )
             found = self._backwards[key] = _Half(graph, made, ())
         return found
@@ -280,7 +284,7 @@ class _Graphs:
         assert self._tangents is not None
         for place, tangent in zip(self._tangents, tangents, strict=True):
             if _is_on_device(place):
-                _copy(tangent, place)
+                _copy_to_place(tangent, place)
         made = half.replay(())
         increment_version(invocation.held.values())
         return made
@@ -368,7 +372,7 @@ def _side_stream(device: int | None) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _own(values: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
+def _copied_out(values: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
     """The results of a backward, with copies of those in memory of its inputs."""
     theirs = {value.untyped_storage().data_ptr() for value in inputs if _is_on_device(value)}
     return [
@@ -415,11 +419,11 @@ def _place(value: torch.Tensor) -> torch.Tensor:
     place = torch.empty_strided(
         value.size(), value.stride(), dtype=value.dtype, device=value.device
     )
-    _copy(value, place)
+    _copy_to_place(value, place)
     return place
 
 
-def _copy(value: torch.Tensor, place: torch.Tensor) -> None:
+def _copy_to_place(value: torch.Tensor, place: torch.Tensor) -> None:
     """Copy a tensor to its place; of dimensions that are expanded, the first index."""
     for dim, step in enumerate(place.stride()):
         if step == 0 and place.size(dim) > 1:
@@ -427,7 +431,7 @@ def _copy(value: torch.Tensor, place: torch.Tensor) -> None:
     place.copy_(value)
 
 
-def _alike(place: object, value: object) -> bool:
+def _has_layout(place: object, value: object) -> bool:
     """True if a value has the layout of its place, or is the same without one."""
     if isinstance(place, torch.Tensor) and isinstance(value, torch.Tensor):
         return (place.dtype, place.size(), place.stride(), place.device) == (
