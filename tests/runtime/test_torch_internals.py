@@ -762,7 +762,7 @@ def test_facts_of_tensors():
         with torch.inference_mode():
             made = torch.ones(1)
         assert ops.tensor_versions([x, x.clone()]) == [2, 0]
-        assert ops.tensor_versions([3, x, None, made]) == [0, 1, 0, 0]
+        assert ops.tensor_versions([3, x, None, made]) == [0, 2, 0, 0]
 
 
 def test_waits_of_the_host_are_told_at_their_line(monkeypatch):
