@@ -1,6 +1,7 @@
 """Steps in CUDA graphs. Without a device, test_cuda.py runs these on a pretended one."""
 
 import copy
+import ctypes
 import gc
 import re
 from functools import partial
@@ -12,10 +13,12 @@ from torch import nn
 from coop_plan import runtime
 from coop_plan.runtime.execute import find_plan
 from coop_plan.runtime.execute.arena_pool import idle_arenas
+from coop_plan.runtime.torch_internals import cuda
 from tests.runtime.networks import Mlp
 from tests.runtime.swapping import swap_plan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pretended = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch is built for CUDA")
 
 
 def counting(counts, name, method):
@@ -273,6 +276,7 @@ def test_an_op_that_makes_the_host_wait_runs_plainly(op, counted, caplog):
     assert re.search(r"test_graph_replay.py:\d+ makes the host wait for the device", caplog.text)
 
 
+@pretended  # on a device, PyTorch's generators would stay in the capture
 @pytest.mark.parametrize("op", [reads, reads_later])
 def test_a_capture_that_fails_is_named_and_the_step_runs(op, counted, caplog, monkeypatch):
     """A wait of the host that PyTorch does not tell of."""
@@ -287,10 +291,9 @@ def test_a_capture_that_fails_is_named_and_the_step_runs(op, counted, caplog, mo
 @pytest.mark.parametrize("ahead", [2, 8], ids=["within a half", "across the halves"])
 def test_copies_to_the_host_are_captured(ahead, late, monkeypatch, request, counted):
     if torch.cuda.get_device_name() == "Pretended":
-        from tests.runtime.test_cuda_device import pretended
-
-        request.addfinalizer(lambda: pretended().pretended_late(False))
-        pretended().pretended_late(late)
+        library = ctypes.CDLL(str(cuda.CUDA_LIBRARY))
+        request.addfinalizer(lambda: library.pretended_late(False))
+        library.pretended_late(late)
     monkeypatch.setattr(find_plan, "plan", partial(swap_plan, ahead=ahead))
     check(Mlp(0.3).cuda(), batches(), counted, 8, link="1GB/s")
     assert runtime.reports()[-1].plan.swapped_bytes > 0
@@ -326,7 +329,7 @@ def capture(function):
     return graph, made
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="a real device")
+@pretended
 def test_the_stand_in_runs_nothing_in_a_capture_and_checks_addresses():
     x, y = torch.ones(8, device="cuda"), torch.ones(8, device="cuda")
     given = [x]
