@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import coop_plan
 from coop_plan import runtime
 from coop_plan.runtime.capture.joint_graph import _device_of_step, _hook_cuda_allocator
 from coop_plan.runtime.capture.profiler import _with_forward_state
@@ -261,6 +262,20 @@ def test_only_a_capture_refuses_random_ops(device):
     cuda.reject_captured_recompute([])
     with pytest.raises(runtime.CudaGraphError, match=r"2 random ops \(aten.native_dropout"):
         cuda.reject_captured_recompute(["aten.native_dropout.default"] * 2)
+
+
+def test_steps_on_the_cpu_have_no_cuda_graphs(caplog):
+    """They are told so once; what cannot have the option refuses it."""
+    model = torch.nn.Linear(4, 4)
+    step = coop_plan.train_step(lambda x: model(x).sum(), "100%", cuda_graphs=True)
+    for _ in range(3):
+        step(torch.ones(2, 4)).backward()
+    assert caplog.text.count("cuda_graphs has no effect on the CPU") == 1
+    with pytest.raises(runtime.OptionsError, match="cuda_graphs must be true or false"):
+        coop_plan.train_step(model, "100%", cuda_graphs=1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(runtime.OptionsError, match="runs without CUDA graphs"):
+        coop_plan.train_iteration(model, optimizer, "100%", cuda_graphs=True)
 
 
 def test_stand_ins_of_efficient_attention_lie_where_its_forward_leaves_them():

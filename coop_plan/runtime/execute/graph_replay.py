@@ -318,12 +318,7 @@ class _Half:
                 if number == len(self._storages):
                     self._storages.append(storage)
                 layout = value.dtype, value.storage_offset(), value.size(), value.stride()
-                self._makers.append(partial(self._tensor, number, layout))
-
-    def _tensor(self, number: int, layout: tuple[Any, ...], _: Sequence[Any]) -> torch.Tensor:
-        dtype, *where = layout
-        storage = self._storages[number]
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *where)
+                self._makers.append(partial(_tensor, self._storages, number, layout))
 
     def replay(self, inputs: Sequence[Any]) -> list[Any]:
         """Run the graph, after results of earlier replays that are still held have moved."""
@@ -445,6 +440,15 @@ def _equal(value: Any, baked: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return isinstance(baked, torch.Tensor) and torch.equal(value, baked)
     return bool(value == baked)
+
+
+def _tensor(
+    storages: Sequence[torch.UntypedStorage], number: int, layout: tuple[Any, ...], _: object
+) -> torch.Tensor:
+    """A new tensor over a storage. No method of its half, which is freed as soon as it is dropped."""
+    dtype, *where = layout
+    storage = storages[number]
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *where)
 
 
 def _constant(value: Any, _: Sequence[Any]) -> Any:
