@@ -445,7 +445,7 @@ def _equal(value: Any, baked: Any) -> bool:
 def _tensor(
     storages: Sequence[torch.UntypedStorage], number: int, layout: tuple[Any, ...], _: object
 ) -> torch.Tensor:
-    """A new tensor over a storage. No method of its half, which is freed as soon as it is dropped."""
+    """A new tensor over a storage; no method, so that a half that is dropped is freed at once."""
     dtype, *where = layout
     storage = storages[number]
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *where)
