@@ -289,6 +289,7 @@ extern "C" void pretended_capture(int64_t graph) { capturing = graph; }
 extern "C" void pretended_replaying(int flag) { replaying = flag != 0; }
 extern "C" void pretended_tell_waits(int flag) { waits_are_told = flag != 0; }
 extern "C" int64_t pretended_calls(int64_t graph) {
+  const std::lock_guard<std::mutex> lock(held);
   return static_cast<int64_t>(calls[graph].size());
 }
 extern "C" void pretended_replay(int64_t graph, int64_t first, int64_t last) {
@@ -297,6 +298,7 @@ extern "C" void pretended_replay(int64_t graph, int64_t first, int64_t last) {
 }
 // Copies on streams that did not wait for the captured one before, or for which it does not wait.
 extern "C" int64_t pretended_unjoined(int64_t graph, void* origin) {
+  const std::lock_guard<std::mutex> lock(held);
   std::map<void*, size_t> asked, joined;
   std::map<void*, Mark> marks;
   std::set<void*> forked;
@@ -331,7 +333,7 @@ extern "C" int64_t pretended_pool(int64_t graph, int64_t* out, int64_t room) {
   return count;
 }
 extern "C" void pretended_free_pool(int64_t graph) {
-  const std::lock_guard<std::mutex> lock(pools_held);
+  const std::scoped_lock lock(pools_held, held);  // a collection may free a graph on any thread
   for (char* address : pools[graph].freed) std::free(reinterpret_cast<int64_t*>(address) - 64);
   pools.erase(graph);
   calls.erase(graph);
