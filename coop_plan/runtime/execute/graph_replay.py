@@ -270,9 +270,9 @@ class _Graphs:
             if len(self._backwards) == MAX_CAPTURES:
                 raise CudaGraphError(f"gradients that it adds to moved {MAX_CAPTURES} times")
             given = [*self.saved(invocation), *self._tangents]
-            inputs = [*given, *invocation.held.values()]
+            theirs = _addresses([*given, *invocation.held.values()])  # no reference: they die
             graph, made = _capture(
-                invocation, lambda: _copied_out(self._compiled.backward(invocation, given), inputs)
+                invocation, lambda: _copied_out(self._compiled.backward(invocation, given), theirs)
             )
             found = self._backwards[key] = _Half(graph, made, ())
         return found
@@ -367,15 +367,14 @@ def _side_stream(device: int | None) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _copied_out(values: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
-    """The results of a backward, with copies of those in memory of its inputs."""
-    theirs = {value.untyped_storage().data_ptr() for value in inputs if _is_on_device(value)}
-    return [
-        value.clone()
-        if _is_on_device(value) and value.untyped_storage().data_ptr() in theirs
-        else value
-        for value in values
-    ]
+def _addresses(values: Sequence[Any]) -> set[int]:
+    """Addresses of the storages of tensors."""
+    return {value.untyped_storage().data_ptr() for value in values if _is_on_device(value)}
+
+
+def _copied_out(values: Sequence[Any], theirs: set[int]) -> Sequence[Any]:
+    """The results of a backward, with copies of those in storages at addresses of its inputs."""
+    return [value.clone() if _addresses([value]) & theirs else value for value in values]
 
 
 def _static_inputs(captured: Captured) -> list[int]:
