@@ -43,7 +43,7 @@ from coop_plan.runtime.capture import profiler
 from coop_plan.runtime.device.arena import process_bytes
 
 CHECKS = checks.CHECKS | LOOPS | COMPARISONS
-LIMIT_S = 300
+LIMIT_S = 390
 """Time limit of a check on a device; a longer one is stopped and counts as failed."""
 
 CHECKS_AT_ONCE = 9
@@ -60,6 +60,8 @@ GIB = {
     "roofline": 34,
     "peers": 14,
     "graph": 16,
+    "cuda-graphs-gpt2-bf16": 10,
+    "cuda-graphs-resnet50": 8,
     "swap": 10,
     "batches": 10,
     "fraction": 8,
@@ -72,6 +74,20 @@ GIB = {
 OTHER_GIB = 2
 """Device memory of any other check."""
 
+SECONDS = {"cuda-graphs-gpt2-bf16": 250, "cuda-graphs-resnet50": 270}
+"""Time of a check, modelled: 65 s for kernels of the planner, 70 to 90 s for Inductor, 15 s for
+each planned row, 20 s for the others."""
+
+OTHER_SECONDS = 150
+"""Time of any other check."""
+
+
+def estimated_s(names: list[str], room: float) -> float:
+    """Modelled time of checks that run at once within `room` GiB."""
+    each = {name: SECONDS.get(name, OTHER_SECONDS) for name in names}
+    full = sum(seconds * GIB.get(name, OTHER_GIB) for name, seconds in each.items()) / room
+    return max(full, *each.values())
+
 
 MB, MS = scaled(1e-6, ".2f"), scaled(1e3, ".2f")
 COLUMNS = (
@@ -80,6 +96,7 @@ COLUMNS = (
     *(Column("seconds", "step ms", MS), Column("host", "host ms", MS)),
     *(Column("to_eager", "x eager", ".3f"), Column("to_joint", "x joint", ".3f")),
     *(Column("planned", form=".1%"), Column("in_step", form=".1%")),
+    *(Column("to_inductor", "x inductor", ".3f"), Column("paid", form=".1%")),
     Column("difference", form=lambda apart: f"{apart:.1e}" if apart else "none"),
 )
 
@@ -196,6 +213,7 @@ def main() -> int:
     if not arguments.only:
         cuda = device == "cuda"
         room = torch.cuda.get_device_properties(0).total_memory / 2**30 if cuda else 64.0
+        print(f"{len(names)} checks, about {estimated_s(names, room):.0f} s", flush=True)
         results = side_by_side(names, given, LIMIT_S if cuda else None, room)
     for each in results:
         found.append(each)

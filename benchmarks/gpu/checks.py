@@ -205,6 +205,35 @@ def _replayed(device: str, small: bool, budget: str, dropout: float) -> tuple[Ro
     return row, faults + ([] if row["new inputs"] <= 1e-5 else ["a replay with new inputs"])
 
 
+def replayed(name: str, device: str, small: bool) -> Result:
+    """Steps that CUDA graphs run (`cuda_graphs`): equal to the last bit to those that Python runs.
+
+    `paid` is the time beyond that at 100 %, of steps that run in the same way. Dropout is off, as
+    recomputed random ops run without graphs.
+    """
+    torch.manual_seed(0)
+    task = gpt2(small, torch.bfloat16, dropout=0.0) if name == "gpt2-bf16" else TASKS[name](small)
+    rows, faults = [train(device, task, "eager", 8)], []
+    rows.append(train(device, task, "joint", 8, backend="aot_eager"))
+    if not small:  # no kernels of Inductor on a pretended device
+        rows.append(train(device, task, "inductor", 8, backend="inductor"))
+    inductor_s, most = rows[-1]["seconds"], dict[bool, float]()
+    for budget, graphs in itertools.product(("100%", "60%", "40%"), (False, True)):
+        mode = f"coop {budget}{', graphs' * graphs}"
+        row = within(device, task, mode, 8, budget=budget, cuda_graphs=graphs)
+        rows.append(row)
+        if "note" in row:
+            continue
+        row["paid"] = row["seconds"] / most.setdefault(graphs, row["seconds"]) - 1
+        row["to_inductor"] = row["seconds"] / inductor_s
+        faults += [fault for fault in held(row, *rows[:2]) if not fault.endswith("by PyTorch's")]
+        if row["peak"] > row["budget"] + SLACK_BYTES:  # a capture takes workspaces of cuBLAS
+            faults.append(f"{mode}: peak by PyTorch's")
+        if (row["replayed"] < 6) is graphs:  # the timed ones
+            faults.append(f"{mode}: {row['replayed']} of 8 steps were replayed")
+    return rows, faults
+
+
 def peers(device: str, small: bool) -> Result:
     """Step times at the peaks that peers reach: checkpointed layers, Inductor with its budget."""
     import torch._functorch.config as functorch
@@ -235,7 +264,8 @@ def run(command: list[str]) -> Result:
 def device_tests(device: str, small: bool) -> Result:
     """The tests of the CUDA path, on the device."""
     plain = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    return run([sys.executable, "-m", "pytest", "tests/runtime/test_cuda_device.py", *plain])
+    tests = [f"tests/runtime/test_{name}.py" for name in ("cuda_device", "graph_replay")]
+    return run([sys.executable, "-m", "pytest", *tests, *plain])
 
 
 SMALL = [sys.executable, "-m", "benchmarks.gpu_step", "--small", "--only", "gpt2-bf16"]
@@ -268,6 +298,7 @@ CHECKS: dict[str, Callable[[str, bool], Result]] = {
     "accumulation": accumulation,
     "attention": attention,
     "graph": graph,
+    **{f"cuda-graphs-{name}": partial(replayed, name) for name in ("gpt2-bf16", "resnet50")},
     "fraction": fraction,
     "peers": peers,
     "settings": settings,

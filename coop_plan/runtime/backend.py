@@ -266,6 +266,7 @@ class _Compilation:
             num_fwd_outputs=num_fwd_outputs,
             static_inputs=static_inputs,
             variants=variants,
+            cuda_graphs=self.options.cuda_graphs,
         )
         if not self.any_sizes:  # chunks are equal to the whole at one size
             chunk_heads_beyond(joint, self.options.plan.budget)
@@ -328,6 +329,8 @@ def plan_captured(
     began = time.perf_counter()
     if captured.device.type == "cuda":
         options.check_on_cuda()
+    elif options.cuda_graphs:
+        log.warning("%s: cuda_graphs has no effect on the CPU", lines.begin)
     planner = Planner(options, history, f"{lines.begin}: this graph", hooked)
     graphs = [captured] if fused is None else [captured, fused]
 

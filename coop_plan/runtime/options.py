@@ -66,6 +66,8 @@ class Options:
         variants: capture variants of ops with bitwise equal results, for the plan to choose from.
         kernels: "eager" runs eager's kernels; "fused" also captures the step over regions that
             Inductor compiles, and takes the better plan.
+        cuda_graphs: on CUDA, capture both halves of a step into CUDA graphs after its first call,
+            and replay them.
     """
 
     plan: PlanOptions
@@ -75,6 +77,7 @@ class Options:
     server_fallback: Literal["error", "local"] = "error"
     variants: bool = False
     kernels: Kernels = "eager"
+    cuda_graphs: bool = False
 
     def within(self, budget_bytes: int | None) -> "Options":
         """These options with a budget in bytes; None for the smallest feasible one."""
@@ -116,7 +119,7 @@ class Options:
                 raise OptionsError(f"{name} must be {allowed}")
         if values.get("kernels") == "fused":
             check_fused()
-        for name in ("strict", "variants"):
+        for name in ("strict", "variants", "cuda_graphs"):
             if not isinstance(values.get(name, False), bool):
                 raise OptionsError(f"{name} must be true or false")
         if not isinstance(values.get("server"), str | None):

@@ -71,6 +71,8 @@ class StepReport:
     """Plans made so far; this report is of the last one."""
     measured_overhead: float | None = None
     steps_run: int = 0
+    replayed_steps: int = 0
+    """Steps that CUDA graphs ran (`cuda_graphs`); the other figures are of the ones before."""
     forwards_again: int = 0
     """Forwards that ran again before their backward, since the budget did not allow them to keep
     their memory, or for a second backward."""

@@ -12,12 +12,14 @@
 #include <c10/core/Allocator.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
 #include <mutex>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -28,10 +30,36 @@ namespace {
 std::atomic<int64_t> current{0};
 std::atomic<int64_t> peak{0};
 
+// A graph's private pool: what is allocated during its capture stays reserved until the graph dies.
+struct Pool {
+  std::map<char*, size_t> blocks;
+  std::set<char*> freed;
+};
+std::mutex pools_held;
+std::map<int64_t, Pool> pools;
+int64_t capturing = 0;  // the graph under capture
+bool waits_are_told = false;
+bool replaying = false;
+thread_local int in_fallback = 0;
+
 void give_back(void* pointer) {
   auto* start = static_cast<int64_t*>(pointer) - 64;
   current -= *start;
+  const std::lock_guard<std::mutex> lock(pools_held);
+  for (auto& [graph, pool] : pools) {
+    if (pool.blocks.count(static_cast<char*>(pointer)) != 0) {
+      pool.freed.insert(static_cast<char*>(pointer));
+      return;
+    }
+  }
   std::free(start);
+}
+
+// As the device does: the host may not wait for a stream that is captured.
+void host_waits() {
+  if (in_fallback > 0) return;
+  TORCH_CHECK(capturing == 0, "CUDA error: operation not permitted when stream is capturing");
+  if (waits_are_told) TORCH_WARN("called a synchronizing CUDA operation");
 }
 
 // Stands where c10::cuda::CUDACachingAllocator::NativeCachingAllocator does, and like it has other
@@ -41,9 +69,11 @@ class Pretended : public at::Allocator {
   at::DataPtr allocate(size_t size) override {
     if (size == 0) return {nullptr, nullptr, &give_back, kDevice};
     auto* start = static_cast<int64_t*>(std::aligned_alloc(512, (size + 1023) / 512 * 512));
-    *start = static_cast<int64_t>(size);
-    current += *start;
+    *start = replaying ? 0 : static_cast<int64_t>(size);
+    current += *start;  // 0 in a replay: its ops are to have no memory of their own
     if (current > peak) peak = current.load();
+    const std::lock_guard<std::mutex> lock(pools_held);
+    if (capturing != 0) pools[capturing].blocks[reinterpret_cast<char*>(start + 64)] = size;
     return {start + 64, start + 64, &give_back, kDevice};
   }
   at::DeleterFnPtr raw_deleter() const override { return &give_back; }
@@ -63,11 +93,13 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
 }
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool) {
+  if (self.is_cpu()) host_waits();
   on_cpu(self).copy_(on_cpu(source));
   return self;
 }
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& to, bool) {
+  if (to.is_cpu()) host_waits();
   on_cpu(to).copy_(on_cpu(source));
   return to;
 }
@@ -77,10 +109,20 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& to) 
   return copy_from(source, to, false);
 }
 
-at::Scalar local_scalar_dense(const at::Tensor& self) { return on_cpu(self).item(); }
+at::Scalar local_scalar_dense(const at::Tensor& self) {
+  host_waits();
+  return on_cpu(self).item();
+}
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  at::native::cpu_fallback(op, stack);
+  ++in_fallback;
+  try {
+    at::native::cpu_fallback(op, stack);
+  } catch (...) {
+    --in_fallback;
+    throw;
+  }
+  --in_fallback;
 }
 
 }  // namespace
@@ -177,13 +219,22 @@ extern "C" int cudaEventCreateWithFlags(void** event, unsigned) {
   *event = new Mark();
   return 0;
 }
-extern "C" int cudaEventRecord(void* event, void* stream) {
-  const std::lock_guard<std::mutex> lock(held);
+
+namespace {
+
+struct Call {
+  enum { kRecord, kWait, kCopy } kind;
+  void* stream;
+  void* event;
+  Copy copy;
+};
+std::map<int64_t, std::vector<Call>> calls;  // by graph
+
+void record(void* event, void* stream) {
   *static_cast<Mark*>(event) = {stream, queues[stream].asked};
-  return 0;
 }
-extern "C" int cudaStreamWaitEvent(void* stream, void* event, unsigned) {
-  const std::lock_guard<std::mutex> lock(held);
+
+void wait(void* stream, void* event) {
   const Mark& mark = *static_cast<Mark*>(event);
   waits.emplace_back(stream, mark.stream);
   Queue& queue = queues[mark.stream];
@@ -192,19 +243,100 @@ extern "C" int cudaStreamWaitEvent(void* stream, void* event, unsigned) {
     std::memcpy(copy.to, copy.from, copy.bytes);
     queue.copies.pop_front();
   }
-  return 0;
 }
-extern "C" int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, void* stream) {
-  const std::lock_guard<std::mutex> lock(held);
+
+void copy_async(void* stream, const Copy& copy) {
   Queue& queue = queues[stream];
-  queue.copies.push_back({to, from, bytes});
+  queue.copies.push_back(copy);
   ++queue.asked;
   if (!late) {
-    std::memcpy(to, from, bytes);
+    std::memcpy(copy.to, copy.from, copy.bytes);
     queue.copies.pop_front();
     ++queue.done;
   }
+}
+
+void run(const Call& call) {
+  if (call.kind == Call::kRecord) record(call.event, call.stream);
+  if (call.kind == Call::kWait) wait(call.stream, call.event);
+  if (call.kind == Call::kCopy) copy_async(call.stream, call.copy);
+}
+
+// During a capture, calls are recorded and nothing is done.
+int ask(const Call& call) {
+  const std::lock_guard<std::mutex> lock(held);
+  if (capturing != 0) {
+    calls[capturing].push_back(call);
+  } else {
+    run(call);
+  }
   return 0;
+}
+
+}  // namespace
+
+extern "C" int cudaEventRecord(void* event, void* stream) {
+  return ask({Call::kRecord, stream, event, {}});
+}
+extern "C" int cudaStreamWaitEvent(void* stream, void* event, unsigned) {
+  return ask({Call::kWait, stream, event, {}});
+}
+extern "C" int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, void* stream) {
+  return ask({Call::kCopy, stream, nullptr, {to, from, bytes}});
+}
+
+extern "C" void pretended_capture(int64_t graph) { capturing = graph; }
+extern "C" void pretended_replaying(int flag) { replaying = flag != 0; }
+extern "C" void pretended_tell_waits(int flag) { waits_are_told = flag != 0; }
+extern "C" int64_t pretended_calls(int64_t graph) {
+  const std::lock_guard<std::mutex> lock(held);
+  return static_cast<int64_t>(calls[graph].size());
+}
+extern "C" void pretended_replay(int64_t graph, int64_t first, int64_t last) {
+  const std::lock_guard<std::mutex> lock(held);
+  for (int64_t i = first; i < last; ++i) run(calls[graph][i]);
+}
+// Copies on streams that did not wait for the captured one before, or for which it does not wait.
+extern "C" int64_t pretended_unjoined(int64_t graph, void* origin) {
+  const std::lock_guard<std::mutex> lock(held);
+  std::map<void*, size_t> asked, joined;
+  std::map<void*, Mark> marks;
+  std::set<void*> forked;
+  int64_t found = 0;
+  for (const Call& call : calls[graph]) {
+    if (call.kind == Call::kRecord) marks[call.event] = {call.stream, asked[call.stream]};
+    if (call.kind == Call::kCopy) {
+      ++asked[call.stream];
+      found += forked.count(call.stream) == 0;
+    }
+    if (call.kind == Call::kWait) {
+      if (marks.count(call.event) == 0) return -1;  // an event from outside the capture
+      const Mark& mark = marks[call.event];
+      if (mark.stream == origin) forked.insert(call.stream);
+      if (call.stream == origin) joined[mark.stream] = std::max(joined[mark.stream], mark.asked);
+    }
+  }
+  for (const auto& [stream, count] : asked) found += static_cast<int64_t>(count - joined[stream]);
+  return found;
+}
+// The blocks of a graph's pool: address and size of each; returns their number.
+extern "C" int64_t pretended_pool(int64_t graph, int64_t* out, int64_t room) {
+  const std::lock_guard<std::mutex> lock(pools_held);
+  int64_t count = 0;
+  for (const auto& [address, size] : pools[graph].blocks) {
+    if (count < room) {
+      out[2 * count] = reinterpret_cast<int64_t>(address);
+      out[2 * count + 1] = static_cast<int64_t>(size);
+    }
+    ++count;
+  }
+  return count;
+}
+extern "C" void pretended_free_pool(int64_t graph) {
+  const std::scoped_lock lock(pools_held, held);  // a collection may free a graph on any thread
+  for (char* address : pools[graph].freed) std::free(reinterpret_cast<int64_t*>(address) - 64);
+  pools.erase(graph);
+  calls.erase(graph);
 }
 extern "C" void pretended_late(int flag) { late = flag != 0; }
 extern "C" int64_t pretended_wait(int64_t number, int which) {

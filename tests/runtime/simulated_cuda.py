@@ -2,8 +2,9 @@
 
     python -m tests.runtime.simulated_cuda LIBRARY MODULE [ARGUMENT ...]
 
-runs a module's `main()` there. The C++ side is pretend_cuda.cpp. What it cannot show is what only a
-device does: its kernels, its asynchrony, CUDA graphs.
+runs a module's `main()` there. The C++ side is tests/runtime/simulated_cuda.cpp, CUDA graphs are
+those of tests/runtime/simulated_graphs.py. What it cannot show is what only a device does: its
+kernels and its asynchrony.
 """
 
 import contextlib
@@ -89,16 +90,19 @@ class Event:
 class Generator:
     """The CPU's, its states numbered by fours, as offsets are."""
 
-    def __init__(self, torch):
+    def __init__(self, torch, is_capturing):
+        self.is_capturing = is_capturing
         self.initial_seed = torch.initial_seed
         self.get, self.set = torch.get_rng_state, torch.set_rng_state
         self.states = []
 
     def get_offset(self):
+        assert not self.is_capturing(), "get_offset during a capture"
         self.states.append(self.get())
         return 4 * (len(self.states) - 1)
 
     def set_offset(self, offset):
+        assert not self.is_capturing(), "set_offset during a capture"
         self.set(self.states[offset // 4])
 
 
@@ -110,8 +114,10 @@ def pretend(path):
 
     from coop_plan.runtime.device import copy_engines
     from coop_plan.runtime.torch_internals import cuda as library
+    from tests.runtime import simulated_graphs
 
     library.CUDA_LIBRARY = Path(path)
+    simulated_graphs.use(pretended, Stream)
 
     def memory_stats(_=None):
         current, peak = map(pretended.pretended_statistic, (0, 1))
@@ -131,8 +137,11 @@ def pretend(path):
         "_sleep": lambda _: None,
         "synchronize": lambda _=None: None,
         "empty_cache": lambda: None,
-        "is_current_stream_capturing": lambda: False,
-        "default_generators": (Generator(torch),),
+        "CUDAGraph": simulated_graphs.CUDAGraph,
+        "is_current_stream_capturing": simulated_graphs.is_capturing,
+        "set_sync_debug_mode": simulated_graphs.set_sync_debug_mode,
+        "get_sync_debug_mode": simulated_graphs.get_sync_debug_mode,
+        "default_generators": (Generator(torch, simulated_graphs.is_capturing),),
         "get_rng_state": lambda _=None: torch.get_rng_state(),
         "set_rng_state": lambda state, _=None: torch.set_rng_state(state),
         "get_device_properties": lambda _=None: found,

@@ -12,6 +12,7 @@ import pickle
 import re
 import threading
 import tomllib
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -753,11 +754,30 @@ def test_facts_of_tensors():
         found = ops.storage_reference(y)
         del y
         assert found() is None
+        storage = x.untyped_storage()
+        view, before = x[1:], ops.is_shared(storage)
+        del x, view
+        assert (before, ops.is_shared(storage)) == (True, False)
+        x = torch.empty(0).set_(storage)
         x.add_(1)
         with torch.inference_mode():
             made = torch.ones(1)
-        assert ops.tensor_versions([x, x.clone()]) == [1, 0]
-        assert ops.tensor_versions([3, x, None, made]) == [0, 1, 0, 0]
+        assert ops.tensor_versions([x, x.clone()]) == [2, 0]
+        assert ops.tensor_versions([3, x, None, made]) == [0, 2, 0, 0]
+
+
+def test_waits_of_the_host_are_told_at_their_line(monkeypatch):
+    """The mode is checked on a device, by tests/runtime/test_graph_replay.py."""
+    modes = ["default"]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with pytest.warns(UserWarning, match="another") as others, cuda.HostWaits() as waits:
+        warnings.warn("another", stacklevel=1)
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+        warnings.warn("called a synchronizing CUDA operation (Triggered ...)", stacklevel=1)
+    assert waits.found is not None and waits.found[0] == __file__
+    assert len(others) == 1
+    assert modes == ["default", "warn", "default"]
 
 
 def test_the_real_world_is_real():

@@ -128,6 +128,8 @@ def capture_joint(
     model: CostModel | None = None,
     variants: VariantPasses | None = None,
     fuse: Callable[[fx.GraphModule, int], None] | None = None,
+    *,
+    cuda_graphs: bool = False,
 ) -> Captured:
     """Profile the ops of a joint graph, and build its graph document.
 
@@ -139,6 +141,8 @@ def capture_joint(
         model: cost model of an absent device; without one, ops are measured.
         variants: passes that add variants of ops.
         fuse: a pass (`fused.regions.fuse_regions`) that replaces ops by fused regions.
+        cuda_graphs: on CUDA, count memory that graphs of the step keep: for the results, and for
+            copies of inputs that are neither parameters nor buffers.
 
     Raises:
         CaptureError: an op or input that cannot be planned.
@@ -184,10 +188,12 @@ def capture_joint(
     collective_scratch = sum(sorted(builder.collective_scratch)[-GROUP_THREADS:])
     libraries = 0 if model is None else model.resident_bytes
     worker_bytes = max((profile.worker_bytes for profile in builder.profiles), default=0)
-    builder.add(RUNTIME, own_bytes + collective_scratch + libraries + worker_bytes, "buffer")
     output_tensors = {
         t for value in outputs if isinstance(value, fx.Node) for t in builder.storages[value]
     }
+    if cuda_graphs and device.type == "cuda":
+        own_bytes += _kept_by_graphs(builder, output_tensors)
+    builder.add(RUNTIME, own_bytes + collective_scratch + libraries + worker_bytes, "buffer")
     for t in output_tensors:
         if t is not None and builder.tensors[t]["kind"] == "activation":
             builder.tensors[t]["kind"] = "output"
@@ -338,6 +344,19 @@ def _copy_shared_gradients(
         copy.meta["val"] = torch.empty_like(value, memory_format=torch.contiguous_format)
         builder.visit(copy)
         outputs[num_fwd_outputs + i] = copy
+
+
+def _kept_by_graphs(builder: GraphBuilder, outputs: set[int | None]) -> int:
+    """Bytes that CUDA graphs of a step keep: of its results, and of copies of its inputs."""
+    snapshots = (node for node in builder.storages if SNAPSHOT in node.meta)
+    copied = {t for node in snapshots for t in builder.storages[node]}
+    return sum(
+        tensor["bytes"]
+        for t, tensor in enumerate(builder.tensors)
+        if t in copied
+        or tensor["kind"] == "input"
+        or (tensor["kind"] == "activation" and t in outputs)
+    )
 
 
 def _resident_in_step(builder: GraphBuilder) -> int:

@@ -75,6 +75,11 @@ class Memory:
             self._retire()
 
     @property
+    def block(self) -> Block | None:
+        """The block of an arena on a CUDA device, once it is allocated."""
+        return self._block
+
+    @property
     def in_cuda_graph(self) -> bool:
         """True if a CUDA graph holds its addresses."""
         return self._block is not None and self._block.captured

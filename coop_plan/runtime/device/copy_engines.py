@@ -106,6 +106,10 @@ class CopyEngines:
             self._finish()
             self._submitted.clear()
 
+    def forget(self) -> None:
+        """Forget copies that a CUDA graph was to have, and that never ran."""
+        self._submitted.clear()
+
     def _new_slab(self, size: int) -> torch.Tensor:
         raise NotImplementedError
 

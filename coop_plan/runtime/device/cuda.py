@@ -142,11 +142,17 @@ def moved_out(storages: Sequence[torch.UntypedStorage], device: int | None) -> I
             exchange_memory(storage, values.to(f"cuda:{device}").untyped_storage())
 
 
-def copy_out(storage: torch.UntypedStorage, device: int) -> None:
-    """Move a storage to memory of PyTorch's allocator on the same device."""
+def copy_out(storage: torch.UntypedStorage, device: int) -> torch.UntypedStorage:
+    """Move a storage to memory of PyTorch's allocator on the same device.
+
+    Returns:
+        A storage with the memory that it had.
+    """
     empty = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}")
     values = empty.set_(storage, 0, (storage.nbytes(),), (1,)).clone()
-    exchange_memory(storage, values.untyped_storage())
+    before = values.untyped_storage()
+    exchange_memory(storage, before)
+    return before
 
 
 def exchange_memory(first: torch.UntypedStorage, second: torch.UntypedStorage) -> None:
@@ -270,6 +276,10 @@ class Clock:
         self._marks = []
         self._timed = self._steps < TIMED_FIRST or self._steps % TIMED_EVERY == 0
         self._steps += 1
+
+    def skip(self) -> None:
+        """Do not time this step: a replay has no times of first computations and others."""
+        self._timed, self._marks = False, []
 
     def mark(self, kind: int) -> None:
         """Attribute later work of the current stream to a kind."""

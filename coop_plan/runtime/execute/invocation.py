@@ -75,6 +75,8 @@ class Invocation:
         self.thread = threading.get_ident()
         self.saved: Sequence[Any] | None = None
         self.memory: Memory | None = None
+        self.graphs: Any = None
+        """The CUDA graphs whose replay was its forward (`graph_replay`)."""
         self.rerun_reason = "it ran a backward already (retain_graph=True)"
         self._number = next(_numbers)
         self._handle: object = None
@@ -217,6 +219,14 @@ class Invocation:
         finally:
             for (generator, _), state in zip(self._start, present, strict=True):
                 generator.set(state)
+
+    def restart(self) -> None:
+        """Begin a half again whose capture into a CUDA graph failed: nothing of it has run."""
+        assert self.memory is not None
+        if self.transfers is not None:
+            self.transfers.forget()
+        self.compiled.arena.leave()
+        self.run.begin(self.memory, fresh=True)
 
     def rest(self) -> None:
         """Let pages of its memory be freed before the process takes more than in its run."""

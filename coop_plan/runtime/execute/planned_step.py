@@ -19,6 +19,7 @@ from coop_plan.runtime.errors import BudgetExceededError, CudaGraphError, Runtim
 from coop_plan.runtime.execute.arena_pool import ArenaPools, pool_of, take_saved
 from coop_plan.runtime.execute.budget_check import BudgetCheck
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
+from coop_plan.runtime.execute.graph_replay import GraphReplay
 from coop_plan.runtime.execute.invocation import Invocation, invocation_of
 from coop_plan.runtime.execute.loans import lend_to_optimizers
 from coop_plan.runtime.execute.lower_to_fx import inputs_of, snapshot_positions
@@ -102,6 +103,9 @@ class PlannedStep:
         if captured.device.type == "cuda":
             self._clock = cuda.Clock(captured.device.index)
             lend_to_optimizers()
+        self._replay: GraphReplay | None = None
+        if options.cuda_graphs and self._clock is not None:
+            self._replay = GraphReplay(captured, name, lines.begin, self._clock)
         self._compiled: CompiledPlan
         if not self._plan_from_history():
             self._compiled = CompiledPlan(capture_adjust.under(captured, now), plan, self._clock)
@@ -180,7 +184,8 @@ class PlannedStep:
             with self._running(invocation, fresh=fresh):
                 inputs += [inputs[i].clone() for i in self._copied]
                 invocation.keep_inputs(inputs, self._parameters)
-                made = invocation.compiled.forward(invocation, inputs)
+                half = invocation.compiled if self._replay is None else self._replay
+                made = half.forward(invocation, inputs)
             outputs = made[: self._outputs]
             assert invocation.memory is not None
             invocation.memory.note_results(outputs)
@@ -217,8 +222,9 @@ class PlannedStep:
             recorder.given(invocation, tangents)
             given = [*saved, *tangents]
             del saved, tangents
+            half = invocation.compiled if self._replay is None else self._replay
             with self._running(invocation, fresh=False):
-                result = invocation.compiled.backward(invocation, given)
+                result = half.backward(invocation, given)
             assert invocation.memory is not None
             invocation.memory.note_results(result)
             result = self._undefined.left_out(result)
@@ -273,7 +279,7 @@ class PlannedStep:
                 *(self.lines.begin, self.report.name, invocation.rerun_reason),
             )
         self.report.forwards_again += 1
-        invocation.runs_again = True
+        invocation.runs_again, invocation.graphs = True, None
         # After a first backward (retain_graph=True), its gradients are held.
         invocation.held_bytes = self._held_gradients.held(invocation.inputs)
         with invocation.rewound_generators():
@@ -407,6 +413,9 @@ class PlannedStep:
             self._finished = weakref.ref(memory), compiled
         watched, compiled.measure_outside = compiled.measure_outside, False
         if compiled is not self._compiled:  # the report describes a newer plan
+            return
+        if invocation.graphs is not None:  # nothing was allocated
+            self.report.replayed_steps += 1
             return
         self._measure(counters, invocation)
         peak = self.report.measured_peak_bytes

@@ -21,6 +21,10 @@ NUMBERS = "numbers"
 """Name of the invocation's numbers, which depend on its sizes."""
 
 
+FILE = "<planned half>"
+"""File name of a half's code."""
+
+
 def straight_line(graph: fx.Graph, module: fx.GraphModule) -> Callable[..., Any]:
     """The function of a half, as `function(invocation, inputs)`; `module` has its constants.
 
@@ -28,6 +32,11 @@ def straight_line(graph: fx.Graph, module: fx.GraphModule) -> Callable[..., Any]
     outlives it.
     """
     return _Writer(graph, module).function()
+
+
+def op_at(half: Callable[..., Any], file: str, line: int) -> str:
+    """Name of the op that a half calls at this line; empty if the file is not a half's."""
+    return half.ops.get(line, "") if file == FILE else ""  # type: ignore[attr-defined]
 
 
 class _Writer:
@@ -47,6 +56,7 @@ class _Writer:
         self._slots = 0
         self._reads_numbers = False
         self._last_use: dict[fx.Node, fx.Node] = {}
+        self._ops: dict[int, str] = {}  # by position among the lines
 
     def function(self) -> Callable[..., Any]:
         """Write all lines and compile them."""
@@ -70,14 +80,17 @@ class _Writer:
         if self._reads_numbers:
             self._lines.insert(0, f"{NUMBERS} = {INVOCATION}.numbers")
         head = f"def half({INVOCATION}, box):\n "
-        code = compile(head + "\n ".join(self._lines) + "\n", "<planned half>", "exec")
+        code = compile(head + "\n ".join(self._lines) + "\n", FILE, "exec")
         exec(code, self._globals)  # noqa: S102
         half: Callable[..., Any] = self._globals.pop("half")
+        above = 2 + self._reads_numbers
+        half.ops = {i + above: op for i, op in self._ops.items()}  # type: ignore[attr-defined]
         return half
 
     def _call(self, node: fx.Node) -> None:
         """Write the line of a call, and release the places of values that are not used again."""
         line = self._expression(node)
+        self._ops[len(self._lines)] = str(node.target)
         dead = [self._place[used] for used in node.all_input_nodes if self._last_use[used] is node]
         slots = [place for place in dead if place.startswith("v")]
         self._free += slots

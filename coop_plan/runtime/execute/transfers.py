@@ -94,6 +94,16 @@ class TransferRunner:
         self._handles.clear()
         self._layouts.clear()
 
+    def join(self) -> None:
+        """Order later work after all transfers: a CUDA graph ends with them."""
+        for number in list(self._handles):
+            self.wait(number)
+
+    def forget(self) -> None:
+        """Forget the transfers of a half whose capture failed: none has run."""
+        self._running_engines.forget()
+        self._handles.clear()
+
     def offload(self, number: int, tensor: torch.Tensor | Copy) -> None:
         """Start transfer `number`: the whole storage is copied to the host."""
         self._arena.pause()

@@ -1,7 +1,10 @@
 """Symbols of PyTorch's CUDA library."""
 
 import ctypes
+import warnings
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 
@@ -35,3 +38,34 @@ def cuda_function(name: str) -> int:
 def keep_busy(cycles: int) -> None:
     """Occupy the current stream for so many cycles of the device's clock."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+class HostWaits:
+    """Context that notes the file and line of the first op that makes the host wait, if any.
+
+    Assumed: PyTorch's synchronization debug mode warns of such an op at the line of its call.
+    """
+
+    def __init__(self) -> None:
+        self.found: tuple[str, int] | None = None
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._warnings = stack.enter_context(warnings.catch_warnings(record=True))
+            warnings.simplefilter("always")
+            mode = torch.cuda.get_sync_debug_mode()
+            stack.callback(torch.cuda.set_sync_debug_mode, mode)
+            torch.cuda.set_sync_debug_mode("warn")
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stack.close()
+        for warning in self._warnings or ():
+            message = str(warning.message)
+            if "called a synchronizing CUDA operation" in message:
+                self.found = self.found or (warning.filename, warning.lineno)
+            elif "Synchronization debug mode" not in message:
+                warnings.warn_explicit(
+                    warning.message, warning.category, warning.filename, warning.lineno
+                )

@@ -70,6 +70,11 @@ def storage_reference(tensor: torch.Tensor) -> Callable[[], torch.UntypedStorage
     return lambda: torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
+def is_shared(storage: torch.UntypedStorage) -> bool:
+    """True if a tensor has the storage: something besides this Python object of it."""
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 1)
+
+
 def storage_object(storage: torch.UntypedStorage) -> int:
     """The address of the storage's C++ object, a `c10::StorageImpl`."""
     address: int = storage._cdata

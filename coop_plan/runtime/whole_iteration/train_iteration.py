@@ -86,6 +86,8 @@ def train_iteration(
     given = Options.parse(options if budget is None else {"budget": budget, **options})
     if given.kernels == "fused":
         raise OptionsError('train_iteration runs eager kernels: kernels="fused" is for train_step')
+    if given.cuda_graphs:
+        raise OptionsError("train_iteration runs without CUDA graphs: cuda_graphs is of train_step")
     if clip_norm is not None and not clip_norm > 0:
         raise OptionsError(f"clip_norm must be above 0, not {clip_norm}")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
