@@ -7,7 +7,6 @@ pass, if the device's file has the host's bandwidth.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,15 +16,16 @@ from torch import fx
 from coop_plan.runtime.capture.graph_builder import UPDATE
 from coop_plan.runtime.capture.joint_graph import Captured, capture_joint
 from coop_plan.runtime.capture.op_variants import VariantPasses
+from coop_plan.runtime.execute.homes import Resident
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
 from coop_plan.runtime.offline_capture.optimizers import Update
 from coop_plan.runtime.offline_capture.roofline import InnerOps, OpWork, Roofline
-from coop_plan.runtime.op_profile import Allocation, OpProfile, UpdateProfile, parts_bytes
+from coop_plan.runtime.op_profile import Allocation, OpProfile, UpdateProfile
 from coop_plan.runtime.torch_internals.joint_graphs import is_primal
 from coop_plan.runtime.torch_internals.ops import OpOverload, tree_flatten
 from coop_plan.runtime.variants.inplace_outputs import has_layout
 from coop_plan.runtime.whole_iteration.graph import SUMS, in_loop_order, iteration_graph
-from coop_plan.schemas import Op, Variant
+from coop_plan.runtime.whole_iteration.movable import with_movable
 
 
 def with_updates(
@@ -59,7 +59,8 @@ def capture_iteration(
     """The modelled graph of an iteration with so many results; arguments as of `capture_joint`."""
     passes = VariantPasses((), _overwritten_by_sums, ())
     captured = capture_joint(module, results, static_inputs, name, model, passes)
-    return _with_movable(in_loop_order(captured), static_inputs, model.spec.host_bytes_per_s)
+    found = in_loop_order(captured)
+    return with_movable(found, _residents(found, static_inputs))
 
 
 def _update_profile(like: Any, spec: OptimizerSpec, model: Roofline) -> UpdateProfile:
@@ -85,43 +86,24 @@ def _update_profile(like: Any, spec: OptimizerSpec, model: Roofline) -> UpdatePr
     first, later = (
         OpProfile(cost, (), (Allocation(taken, -1, 0),), taken, 0) for taken in temporaries
     )
-    return UpdateProfile(first, later, states, changes_gradient=False, state_parts=parts)
+    host_rate = model.spec.host_bytes_per_s
+    host_us = one_pass.bytes / host_rate * 1e6 if host_rate else None
+    return UpdateProfile(first, later, states, False, parts, host_us)
 
 
-def _with_movable(
-    captured: Captured, static_inputs: Sequence[int], host_bytes_per_s: float
-) -> Captured:
-    """The iteration with parameters, states and frozen weights as movable residents.
-
-    With a host's bandwidth updates may run there.
-    """
+def _residents(captured: Captured, static_inputs: Sequence[int]) -> dict[int, Resident]:
+    """Parameters, states and frozen weights by tensor id: all have storages of their own."""
     graph, primals = captured.graph, list(filter(is_primal, captured.module.graph.nodes))
-    size = {tensor.id: tensor.bytes for tensor in graph.tensors}
-    movable = {t for at in static_inputs for t in captured.storages[primals[at]] if t is not None}
-    ops: list[Op] = []
+    named = {tensor.id: tensor for tensor in graph.tensors}
+    static = [t for at in static_inputs for t in captured.storages[primals[at]] if t is not None]
+    found = {t: Resident(named[t].name, (named[t].bytes,)) for t in static if named[t].bytes}
     for node, op in zip(captured.ops, graph.ops, strict=True):
-        if UPDATE not in node.meta:
-            movable.difference_update(op.mutates)
-            ops.append(op)
-            continue
-        for states in op.inputs[2:]:
-            size[states] = parts_bytes(node.meta[UPDATE].profile.state_parts)
-            movable.add(states)
-        variants = []
-        if host_bytes_per_s:
-            moved = sum(map(size.__getitem__, (*op.inputs, *op.inputs[1:])))
-            cost = moved / host_bytes_per_s * 1e6
-            variants = [
-                Variant(name="host", engine="host", cost_us=cost, inputs=op.inputs, outputs=[])
-            ]
-        ops.append(op.model_copy({"variants": variants}))
-    tensors = [
-        tensor.model_copy({"movable": True, "bytes": size[tensor.id]})
-        if tensor.id in movable and tensor.bytes
-        else tensor
-        for tensor in graph.tensors
-    ]
-    return replace(captured, graph=graph.model_copy({"tensors": tensors, "ops": ops}))
+        if UPDATE in node.meta:
+            parts = node.meta[UPDATE].profile.state_parts
+            found |= {states: Resident(named[states].name, parts) for states in op.inputs[2:]}
+        else:
+            found = {t: resident for t, resident in found.items() if t not in op.mutates}
+    return found
 
 
 def _overwritten_by_sums(
