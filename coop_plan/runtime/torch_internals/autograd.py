@@ -122,7 +122,7 @@ class HookUse:
         consumed: they left the leaf without its gradient.
         temporaries: most bytes that one of them took beyond those that stay, with a copy of the
             gradient in the leaf's layout.
-        kept: bytes that stay, as an optimizer's states.
+        kept: bytes that stay, as an optimizer's states, the first time that they keep any.
     """
 
     consumed: bool
@@ -142,6 +142,7 @@ class WatchedHook:
         self.count = count
         self.copied = 0
         self.use: HookUse | None = None
+        self._has_kept = False
         self._skipped = -1  # autograd's graph task id
 
     def __call__(self, leaf: torch.Tensor) -> object:
@@ -159,8 +160,22 @@ class WatchedHook:
             result = self.hook(leaf)
         del gradient
         peak, change = counted  # pages that an idle arena freed for them are in neither
-        self.use = HookUse(leaf.grad is None, self.copied + peak - change, max(0, change))
+        kept = 0 if self._has_kept else max(0, change)
+        self._has_kept |= change > 0
+        self.use = HookUse(leaf.grad is None, self.copied + peak - change, kept)
         return result
+
+
+class _LaterHook:
+    """Wrapper of a leaf's hook, for good, which autograd does not call in the present backward."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], object]) -> None:
+        self.hook = hook
+        self._skipped = torch._C._current_graph_task_id()
+
+    def __call__(self, value: torch.Tensor) -> object:
+        skipped = torch._C._current_graph_task_id() == self._skipped
+        return None if skipped else self.hook(value)
 
 
 def watch_hooks(leaf: torch.Tensor, gradient: torch.Tensor, count: CountBytes) -> list[WatchedHook]:
@@ -199,6 +214,7 @@ def accumulate_gradient(
     accumulate_grad.h, cases 1.1 and 1.4, and utils/grad_layout_contract.h)
     """
     hooks = watch_hooks(leaf, gradient, count)
+    present = set(leaf._post_accumulate_grad_hooks)  # type: ignore[call-overload]
     if _has_strides_of(leaf, gradient):
         leaf.grad = gradient.detach()
     else:
@@ -206,6 +222,10 @@ def accumulate_gradient(
     for hook in hooks:
         if hook.run_early(leaf) is not None:
             raise RuntimeError("Tensor post accumulate grad hooks should return None.")
+    added: Any
+    for added in (leaf._post_accumulate_grad_hooks, leaf._backward_hooks or {}):
+        for key in added.keys() - present:
+            added[key] = _LaterHook(added[key])
     return use_of(hooks)
 
 
