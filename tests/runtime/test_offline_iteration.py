@@ -156,5 +156,5 @@ def test_a_step_that_returns_more_than_its_loss_is_named(net):
 
 
 def test_an_input_that_requires_a_gradient_is_no_parameter_to_update(net):
-    with pytest.raises(Exception, match="no nn.Parameter"):
+    with pytest.raises(Exception, match=r"no nn\.Parameter"):
         modelled("adamw", clip=False, target="given")
