@@ -214,7 +214,7 @@ def accumulate_gradient(
     accumulate_grad.h, cases 1.1 and 1.4, and utils/grad_layout_contract.h)
     """
     hooks = watch_hooks(leaf, gradient, count)
-    present = set(leaf._post_accumulate_grad_hooks)  # type: ignore[call-overload]
+    present = set(leaf._post_accumulate_grad_hooks)
     if _has_strides_of(leaf, gradient):
         leaf.grad = gradient.detach()
     else:
