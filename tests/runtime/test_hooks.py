@@ -252,6 +252,31 @@ def test_a_hook_that_a_hook_adds_is_called_from_the_next_backward_on():
     )
 
 
+def test_a_hook_that_renews_those_of_all_leaves():
+    def run(model, step):
+        called, handles, parameters = [], [], [*model.parameters()]
+
+        def renew():
+            while handles:
+                handles.pop().remove()
+            handles.extend(p.register_post_accumulate_grad_hook(hook) for p in parameters)
+
+        def hook(p):
+            called.append(p.grad is None)
+            p.grad = None
+            if len(called) % len(parameters) == 0:
+                renew()
+
+        renew()
+        for x in batches():
+            step(x).backward()
+        return called
+
+    eager, model = Heavy(), Heavy()
+    step = torch.compile(model, backend="coop", options={"budget": "min"}, fullgraph=True)
+    assert run(model, step) == run(eager, eager)
+
+
 @pytest.mark.parametrize("kept", [torch.clone, torch.Tensor.bfloat16])
 def test_what_hooks_keep_in_each_step_is_in_the_budget(kept):
     """Other than states of an optimizer, which are kept once."""

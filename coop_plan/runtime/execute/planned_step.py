@@ -40,6 +40,7 @@ from coop_plan.runtime.torch_internals.autograd import (
     creates_graph,
     has_saved_tensors_hooks,
     refuse_second_backward,
+    skip_added_hooks,
     use_of,
 )
 from coop_plan.runtime.torch_internals.joint_graphs import boxed, compiled_node
@@ -219,6 +220,8 @@ class PlannedStep:
             del saved, tangents
             with self._running(invocation, fresh=False):
                 result = invocation.compiled.backward(invocation, given)
+            for position in invocation.used:
+                skip_added_hooks(invocation.leaves[position])
             assert invocation.memory is not None
             invocation.memory.note_results(result)
             result = self._undefined.left_out(result)

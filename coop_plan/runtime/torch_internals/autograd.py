@@ -143,15 +143,15 @@ class WatchedHook:
         self.copied = 0
         self.use: HookUse | None = None
         self._has_kept = False
-        self._skipped = -1  # autograd's graph task id
+        self.skipped = -1  # autograd's graph task id
 
     def __call__(self, leaf: torch.Tensor) -> object:
-        skipped = torch._C._current_graph_task_id() == self._skipped
+        skipped = torch._C._current_graph_task_id() == self.skipped
         return None if skipped else self._run(leaf)
 
     def run_early(self, leaf: torch.Tensor) -> object:
         """Call the hook in place of autograd's next call in this backward."""
-        self._skipped = torch._C._current_graph_task_id()
+        self.skipped = torch._C._current_graph_task_id()
         return self._run(leaf)
 
     def _run(self, leaf: torch.Tensor) -> object:
@@ -171,10 +171,10 @@ class _LaterHook:
 
     def __init__(self, hook: Callable[[torch.Tensor], object]) -> None:
         self.hook = hook
-        self._skipped = torch._C._current_graph_task_id()
+        self.skipped = torch._C._current_graph_task_id()
 
     def __call__(self, value: torch.Tensor) -> object:
-        skipped = torch._C._current_graph_task_id() == self._skipped
+        skipped = torch._C._current_graph_task_id() == self.skipped
         return None if skipped else self.hook(value)
 
 
@@ -214,7 +214,6 @@ def accumulate_gradient(
     accumulate_grad.h, cases 1.1 and 1.4, and utils/grad_layout_contract.h)
     """
     hooks = watch_hooks(leaf, gradient, count)
-    present = set(leaf._post_accumulate_grad_hooks)
     if _has_strides_of(leaf, gradient):
         leaf.grad = gradient.detach()
     else:
@@ -222,11 +221,17 @@ def accumulate_gradient(
     for hook in hooks:
         if hook.run_early(leaf) is not None:
             raise RuntimeError("Tensor post accumulate grad hooks should return None.")
-    added: Any
-    for added in (leaf._post_accumulate_grad_hooks, leaf._backward_hooks or {}):
-        for key in added.keys() - present:
-            added[key] = _LaterHook(added[key])
     return use_of(hooks)
+
+
+def skip_added_hooks(leaf: torch.Tensor) -> None:
+    """Skip, in this backward, hooks that were added to a leaf whose hooks were called early."""
+    present = torch._C._current_graph_task_id()
+    hooks: Any
+    for hooks in (leaf._post_accumulate_grad_hooks, leaf._backward_hooks or {}):
+        for key, hook in tuple(hooks.items()):
+            if getattr(hook, "skipped", -1) != present:
+                hooks[key] = _LaterHook(hook)
 
 
 def after_this_backward(run: Callable[[], None]) -> None:
