@@ -216,6 +216,92 @@ def test_a_hook_that_fails_is_called_again_in_the_next_step():
     assert all(map(torch.equal, run(model, step), run(eager, eager)))
 
 
+def test_a_hook_that_a_hook_adds_is_called_from_the_next_backward_on():
+    """Before or after accumulation; one that renews itself too."""
+
+    def run(model, step):
+        called = []
+
+        def renewing(name, p):
+            def renew(p):
+                called.append((name, p.grad))
+                p.grad = None
+                handle.remove()
+                renewing(name, p)
+
+            handle = p.register_post_accumulate_grad_hook(renew)
+
+        for name, p in model.named_parameters():
+            renewing(name, p)
+        for i, x in enumerate(batches()):
+            if i == 4:
+                for p in model.layers[3].parameters():
+                    p.register_post_accumulate_grad_hook(
+                        lambda p: p.register_hook(lambda gradient: gradient * 0.5) and None
+                    )
+            step(x).backward()
+        return sorted(called, key=lambda call: call[0])
+
+    eager = Heavy()
+    model = copy.deepcopy(eager)
+    step = torch.compile(model, backend="coop", options={"budget": "min"}, fullgraph=True)
+    found, expected = run(model, step), run(eager, eager)
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert all(
+        torch.equal(made, wanted) for (_, made), (_, wanted) in zip(found, expected, strict=True)
+    )
+
+
+def test_a_hook_that_renews_those_of_all_leaves():
+    def run(model, step):
+        called, handles, parameters = [], [], [*model.parameters()]
+
+        def renew():
+            while handles:
+                handles.pop().remove()
+            handles.extend(p.register_post_accumulate_grad_hook(hook) for p in parameters)
+
+        def hook(p):
+            called.append(p.grad is None)
+            p.grad = None
+            if len(called) % len(parameters) == 0:
+                renew()
+
+        renew()
+        for x in batches():
+            step(x).backward()
+        return called
+
+    eager, model = Heavy(), Heavy()
+    step = torch.compile(model, backend="coop", options={"budget": "min"}, fullgraph=True)
+    assert run(model, step) == run(eager, eager)
+
+
+@pytest.mark.parametrize("kept", [torch.clone, torch.Tensor.bfloat16])
+def test_what_hooks_keep_in_each_step_is_in_the_budget(kept):
+    """Other than states of an optimizer, which are kept once."""
+    torch.manual_seed(0)
+    model, found, peaks = Heavy(), [], []
+
+    def keep(p):
+        found.append(kept(p.grad))
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(keep)
+    step = torch.compile(model, backend="coop", options={"budget": "100%"}, fullgraph=True)
+    resident = sum(p.nbytes for p in model.parameters())
+    for x in batches():
+        found.clear()
+        before = process_bytes()[0] - resident - x.nbytes
+        reset_peak()
+        step(x).backward()
+        peaks.append(process_bytes()[1] - before)
+    (report,) = runtime.reports()
+    assert max(peaks[4:]) <= report.budget_bytes + TOLERANCE
+    assert max(peaks[4:]) <= report.measured_peak_bytes + TOLERANCE
+
+
 KINDS = "linear", "norm", "tied", "turned", "wide"
 
 

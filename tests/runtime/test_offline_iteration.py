@@ -32,6 +32,10 @@ def step(batch=8):
 def two(batch=8):
     model = net(batch)[2]
     return (lambda x: (model(x).square().mean(), model(x))), (torch.randn(batch, 16),)
+
+def given(batch=8):
+    loss, (x,) = step(batch)
+    return loss, (x.requires_grad_(),)
 """
 
 OPTIMIZERS = {
@@ -151,3 +155,8 @@ def test_what_a_whole_iteration_has_not_is_refused(
 def test_a_step_that_returns_more_than_its_loss_is_named(net):
     with pytest.raises(Exception, match="return its loss alone"):
         modelled("adamw", clip=False, target="two")
+
+
+def test_an_input_that_requires_a_gradient_is_no_parameter_to_update(net):
+    with pytest.raises(Exception, match=r"no nn\.Parameter"):
+        modelled("adamw", clip=False, target="given")

@@ -103,8 +103,8 @@ LEVELS = (
     {"distributed"},
     {"capture"},
     {"variants", "fused"},
-    {"execute", "gradients", "dynamic_shapes", "iteration", "offline_capture", "inductor_budget"},
-    {"backend", "whole_iteration"},
+    {"execute", "gradients", "dynamic_shapes", "iteration"},
+    {"backend", "whole_iteration", "offline_capture", "inductor_budget"},
     {"integrations", "train_step"},
 )
 """Folders and files of the runtime from the ground up."""

@@ -41,6 +41,7 @@ from coop_plan.runtime.torch_internals.autograd import (
     creates_graph,
     has_saved_tensors_hooks,
     refuse_second_backward,
+    skip_added_hooks,
     use_of,
 )
 from coop_plan.runtime.torch_internals.joint_graphs import boxed, compiled_node
@@ -225,6 +226,8 @@ class PlannedStep:
             half = invocation.compiled if self._replay is None else self._replay
             with self._running(invocation, fresh=False):
                 result = half.backward(invocation, given)
+            for position in invocation.used:
+                skip_added_hooks(invocation.leaves[position])
             assert invocation.memory is not None
             invocation.memory.note_results(result)
             result = self._undefined.left_out(result)

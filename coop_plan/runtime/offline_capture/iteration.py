@@ -16,6 +16,7 @@ from torch import fx
 from coop_plan.runtime.capture.graph_builder import UPDATE
 from coop_plan.runtime.capture.joint_graph import Captured, capture_joint
 from coop_plan.runtime.capture.op_variants import VariantPasses
+from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.execute.homes import Resident
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
 from coop_plan.runtime.offline_capture.optimizers import Update
@@ -29,12 +30,18 @@ from coop_plan.runtime.whole_iteration.movable import with_movable
 
 
 def with_updates(
-    joint: fx.GraphModule, num_fwd_outputs: int, optimizer: OptimizerSpec, model: Roofline
+    joint: fx.GraphModule,
+    num_fwd_outputs: int,
+    static_inputs: Sequence[int],
+    optimizer: OptimizerSpec,
+    model: Roofline,
 ) -> fx.GraphModule:
     """The graph of an iteration, from the joint graph of a step that returns its loss.
 
+    The optimizer updates the parameters, which are among the `static_inputs`.
+
     Raises:
-        CaptureError: the step returns more than its loss.
+        CaptureError: the step returns more than its loss, or another input requires a gradient.
         InvalidInputError: the optimizer has no such update.
     """
     end = next(iter(reversed(joint.graph.nodes)))
@@ -45,6 +52,12 @@ def with_updates(
     for at, gradient in enumerate(outputs[num_fwd_outputs:]):
         if gradient is not None:
             like = primals[at]
+            if at not in static_inputs:
+                raise CaptureError(
+                    f"a tensor of shape {tuple(like.shape)} requires a gradient and is no"
+                    " nn.Parameter, which an optimizer has: make it one, or call its"
+                    " requires_grad_(False)"
+                )
             layout = like.shape, like.stride(), like.dtype
             if layout not in profiles:
                 profiles[layout] = _update_profile(like, optimizer, model)

@@ -212,7 +212,7 @@ def graphs_of(
             if not iteration:
                 return module
             assert optimizer is not None and model is not None
-            return with_updates(module, num_fwd_outputs, optimizer, model)
+            return with_updates(module, num_fwd_outputs, static, optimizer, model)
 
         def capture_as(module: fx.GraphModule, fuse: Any = None) -> Captured:
             if iteration:

@@ -122,7 +122,7 @@ class HookUse:
         consumed: they left the leaf without its gradient.
         temporaries: most bytes that one of them took beyond those that stay, with a copy of the
             gradient in the leaf's layout.
-        kept: bytes that stay, as an optimizer's states.
+        kept: bytes that stay, as an optimizer's states, the first time that they keep any.
     """
 
     consumed: bool
@@ -142,15 +142,16 @@ class WatchedHook:
         self.count = count
         self.copied = 0
         self.use: HookUse | None = None
-        self._skipped = -1  # autograd's graph task id
+        self._has_kept = False
+        self.skipped = -1  # autograd's graph task id
 
     def __call__(self, leaf: torch.Tensor) -> object:
-        skipped = torch._C._current_graph_task_id() == self._skipped
+        skipped = torch._C._current_graph_task_id() == self.skipped
         return None if skipped else self._run(leaf)
 
     def run_early(self, leaf: torch.Tensor) -> object:
         """Call the hook in place of autograd's next call in this backward."""
-        self._skipped = torch._C._current_graph_task_id()
+        self.skipped = torch._C._current_graph_task_id()
         return self._run(leaf)
 
     def _run(self, leaf: torch.Tensor) -> object:
@@ -159,8 +160,22 @@ class WatchedHook:
             result = self.hook(leaf)
         del gradient
         peak, change = counted  # pages that an idle arena freed for them are in neither
-        self.use = HookUse(leaf.grad is None, self.copied + peak - change, max(0, change))
+        kept = 0 if self._has_kept else max(0, change)
+        self._has_kept |= change > 0
+        self.use = HookUse(leaf.grad is None, self.copied + peak - change, kept)
         return result
+
+
+class _LaterHook:
+    """Wrapper of a leaf's hook, for good, which autograd does not call in the present backward."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], object]) -> None:
+        self.hook = hook
+        self.skipped = torch._C._current_graph_task_id()
+
+    def __call__(self, value: torch.Tensor) -> object:
+        skipped = torch._C._current_graph_task_id() == self.skipped
+        return None if skipped else self.hook(value)
 
 
 def watch_hooks(leaf: torch.Tensor, gradient: torch.Tensor, count: CountBytes) -> list[WatchedHook]:
@@ -207,6 +222,16 @@ def accumulate_gradient(
         if hook.run_early(leaf) is not None:
             raise RuntimeError("Tensor post accumulate grad hooks should return None.")
     return use_of(hooks)
+
+
+def skip_added_hooks(leaf: torch.Tensor) -> None:
+    """Skip, in this backward, hooks that were added to a leaf whose hooks were called early."""
+    present = torch._C._current_graph_task_id()
+    hooks: Any
+    for hooks in (leaf._post_accumulate_grad_hooks, leaf._backward_hooks or {}):
+        for key, hook in tuple(hooks.items()):
+            if getattr(hook, "skipped", -1) != present:
+                hooks[key] = _LaterHook(hook)
 
 
 def after_this_backward(run: Callable[[], None]) -> None:
