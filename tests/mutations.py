@@ -61,15 +61,15 @@ MUTATIONS = (
     Mutation(  # a component that another one joins does not grow
         "e-star",
         "planner/online",
-        "s.component[root] += s.component[joined]",
-        "s.component[root] += 0.0",
+        "s.part[root].cost_us += s.part[joined].cost_us",
+        "s.part[root].cost_us += 0.0",
         ("tests/planner/test_online_neighbours.py", PLANS),
     ),
     Mutation(  # what the op at hand reads may be evicted
         "pins",
         "planner/online",
-        "s.tensor[c.PINS, t] > 0 or s.tensor[c.EVICTABLE, t] == 0",
-        "s.tensor[c.EVICTABLE, t] == 0",
+        "s.tensor[t].pins > 0 or not s.tensor[t].is_evictable",
+        "not s.tensor[t].is_evictable",
         (RUN, PLANS),
     ),
     Mutation(  # a buffer reaches one unit into the one above
@@ -82,8 +82,8 @@ MUTATIONS = (
     Mutation(  # an output takes over an input that another op of the closure still reads
         "in-place-guard",
         "planner/online",
-        "and s.tensor[c.PINS, source] == 1",
-        "and s.tensor[c.PINS, source] >= 1",
+        "and s.tensor[source].pins == 1",
+        "and s.tensor[source].pins >= 1",
         (RUN,),
     ),
     Mutation(  # the verifier forgets the outputs outside the arena
@@ -117,7 +117,7 @@ MUTATIONS = (
     Mutation(  # nobody waits for copies
         "wait-for-copies",
         "runtime",
-        "copies.append(self._running_engines.wait(handle))",
+        "copies.append(_completed(functools.partial(self._running_engines.wait, handle)))",
         "copies.append(None)",
         ("tests/runtime/test_swap.py::test_losses_and_parameters_equal_eager",),
         compiled=True,

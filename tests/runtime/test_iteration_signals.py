@@ -227,7 +227,8 @@ def test_an_op_that_fails_among_the_updates_is_told(at, options):
         with pytest.raises((Preempted, runtime.PartlyUpdatedError)) as found:
             iteration((torch.ones(8, WIDTH), torch.tensor(fails)))
         updated = sum(not torch.equal(*pair) for pair in zip(before, parameters, strict=True))
-        assert updated == (0 if at == 3 else 2 * (3 - at))
+        most = 2 * (3 - at)  # updates on the host that have not begun are left out
+        assert updated <= most if "link" in options else updated == most
         if updated:
             assert found.match(f"after {updated} of 6 parameters were updated.*Preempted: load")
         assert found.type is (runtime.PartlyUpdatedError if updated else Preempted)

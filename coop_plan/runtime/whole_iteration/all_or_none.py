@@ -103,6 +103,8 @@ class AllOrNone(AbstractContextManager["AllOrNone", None]):
                 self._handlers[number](number, frame)
         except BaseException as error:
             self._raised = [*self._raised, error]
+        finally:
+            del frame  # which refers to itself, and so would keep the losses
 
     def _raise(self) -> None:
         """Raise the first error of a handler, with the others as its context."""
