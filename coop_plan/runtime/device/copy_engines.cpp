@@ -204,24 +204,30 @@ PyObject* engine_submit(PyObject*, PyObject* args) {
   }
 }
 
-PyObject* engine_share(PyObject*, PyObject* args) {
+// The copy of the arguments (engine, copy); null with an error if there is none.
+std::shared_ptr<Copy> find_copy(PyObject* args, CopyEngine** engine, long* copy_id) {
   PyObject* handle;
+  if (!PyArg_ParseTuple(args, "Ol", &handle, copy_id)) return nullptr;
+  *engine = as_engine(handle);
+  std::shared_ptr<Copy> copy = (*engine)->find(*copy_id);
+  if (copy == nullptr) PyErr_Format(PyExc_KeyError, "no copy %ld", *copy_id);
+  return copy;
+}
+
+PyObject* engine_share(PyObject*, PyObject* args) {
+  CopyEngine* engine;
   long copy_id;
-  if (!PyArg_ParseTuple(args, "Ol", &handle, &copy_id)) return nullptr;
-  CopyEngine* engine = as_engine(handle);
-  const std::shared_ptr<Copy> copy = engine->find(copy_id);
-  if (copy == nullptr) return PyErr_Format(PyExc_KeyError, "no copy %ld", copy_id);
+  const std::shared_ptr<Copy> copy = find_copy(args, &engine, &copy_id);
+  if (copy == nullptr) return nullptr;
   engine->share(*copy);
   Py_RETURN_NONE;
 }
 
 PyObject* engine_wait(PyObject*, PyObject* args) {
-  PyObject* handle;
+  CopyEngine* engine;
   long copy_id;
-  if (!PyArg_ParseTuple(args, "Ol", &handle, &copy_id)) return nullptr;
-  CopyEngine* engine = as_engine(handle);
-  const std::shared_ptr<Copy> copy = engine->find(copy_id);
-  if (copy == nullptr) return PyErr_Format(PyExc_KeyError, "no copy %ld", copy_id);
+  const std::shared_ptr<Copy> copy = find_copy(args, &engine, &copy_id);
+  if (copy == nullptr) return nullptr;
   const Clock::time_point began = Clock::now();
   bool over = false;
   while (!over) {
