@@ -15,13 +15,12 @@ from collections.abc import Mapping
 
 import msgspec
 
-from benchmarks.homes import rule
+from benchmarks.homes import joint, rule
 from benchmarks.report import Column, Report, parser, scaled
-from coop_plan.planner import InfeasibleBudgetError, plan
 from coop_plan.runtime.offline_capture.devices import device
 from coop_plan.runtime.offline_capture.fake_device import CaptureRequest, OfflineCapture
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
-from coop_plan.schemas import Graph, Plan
+from coop_plan.schemas import Graph
 
 LENGTH = 4096
 HOST_BYTES_PER_S = 100e9
@@ -31,14 +30,6 @@ def best_batch(seconds: Mapping[int, float | None]) -> tuple[float, int] | None:
     """Most tokens a second, and its batch, from the seconds a step by batch; None if none fits."""
     rates = [(batch * LENGTH / taken, batch) for batch, taken in seconds.items() if taken]
     return max(rates, default=None)
-
-
-def joint(graph: Graph, budget: int) -> Plan | None:
-    """The plan by coop-offline, None if the budget is not met."""
-    try:
-        return plan(graph, budget, method="coop-offline")
-    except InfeasibleBudgetError:
-        return None
 
 
 def of_rule(graphs: Mapping[int, Graph], budget: int, *, on_host: bool) -> str | None:

@@ -37,7 +37,7 @@ from coop_plan.planner.search.makespan.annealing import MakespanSearch
 from coop_plan.planner.search.makespan.sequence import to_sequence
 from coop_plan.planner.smallest_budget import Task
 from coop_plan.planner.verifier import verify
-from coop_plan.schemas import Graph
+from coop_plan.schemas import Graph, Plan
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 
@@ -48,12 +48,18 @@ host fit as well."""
 COLUMNS = ("activations", "states", "streaming", "host", "device", "joint")
 
 
-def overhead(graph: Graph, budget: int) -> float | None:
-    """Overhead (fraction) of a plan by coop-offline, None if the budget is not met."""
+def joint(graph: Graph, budget: int) -> Plan | None:
+    """The plan by coop-offline, None if the budget is not met."""
     try:
-        return plan(graph, budget, method="coop-offline").overhead
+        return plan(graph, budget, method="coop-offline")
     except InfeasibleBudgetError:
         return None
+
+
+def overhead(graph: Graph, budget: int) -> float | None:
+    """Overhead (fraction) of a plan by coop-offline, None if the budget is not met."""
+    made = joint(graph, budget)
+    return None if made is None else made.overhead
 
 
 def rule(

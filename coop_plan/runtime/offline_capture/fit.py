@@ -39,7 +39,10 @@ Sizes = Mapping[str, int | None]
 """Arguments `batch` and `length` of the user's function."""
 
 Capture = Callable[..., fake_device.Captured]
-"""Captures the step at some sizes; the second argument asks for eager PyTorch's memory."""
+"""Captures the step at some sizes; the second argument asks for eager PyTorch's memory.
+
+With `whole` it captures the whole iteration instead.
+"""
 
 
 def fit(

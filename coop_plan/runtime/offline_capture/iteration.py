@@ -115,7 +115,8 @@ def _residents(captured: Captured, static_inputs: Sequence[int]) -> dict[int, Re
             parts = node.meta[UPDATE].profile.state_parts
             found |= {states: Resident(named[states].name, parts) for states in op.inputs[2:]}
         else:
-            found = {t: resident for t, resident in found.items() if t not in op.mutates}
+            for t in op.mutates:
+                found.pop(t, None)
     return found
 
 
