@@ -16,6 +16,7 @@ from coop_plan.runtime.execute.arena_pool import idle_arenas
 from coop_plan.runtime.torch_internals import cuda
 from tests.runtime import simulated_graphs
 from tests.runtime.networks import Mlp
+from tests.runtime.strict_plans import check_plans
 from tests.runtime.swapping import swap_plan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -33,6 +34,8 @@ def counting(counts, name, method):
 @pytest.fixture(autouse=True)
 def counted(monkeypatch):
     """Graphs of the test: `captures` and `replays`, on a device, too."""
+    if torch.cuda.get_device_name() == "Pretended":
+        check_plans(monkeypatch)
     gc.collect()
     counts = {"captures": 0, "replays": 0}
     graph = torch.cuda.CUDAGraph
@@ -197,6 +200,38 @@ def test_results_that_are_held_are_not_overwritten(counted):
         model.zero_grad()
     assert all(torch.equal(value, before) for value, before in held)
     assert counted["replays"] == 8
+
+
+def test_results_that_are_held_as_storages_are_not_overwritten(counted):
+    model, held = Mlp().cuda(), []
+    step = compiled(model.layers[0])
+    for batch in batches():
+        storage = step(batch).untyped_storage()
+        held.append((storage, whole(storage).clone()))
+    assert all(torch.equal(whole(storage), before) for storage, before in held)
+    assert counted["replays"] == 4
+
+
+def test_a_parameter_that_moves_between_the_halves_is_read_where_it_is(counted):
+    model, given = Mlp().cuda(), batches()
+    other = copy.deepcopy(model)
+
+    def run(model, step):
+        found = []
+        for number, batch in enumerate(given):
+            loss = step(batch)
+            if number > 2:
+                weight = model.layers[3].weight
+                weight.data = weight.data.clone() + 1
+            loss.backward()
+            found += [p.grad for p in model.parameters()]
+            model.zero_grad()
+        return found
+
+    expected = run(model, compiled(model, cuda_graphs=False))
+    torch._dynamo.reset()
+    assert all(map(torch.equal, run(other, compiled(other)), expected))
+    assert counted["replays"] == 6
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
