@@ -183,7 +183,8 @@ def pretend(path):
         "Event": Event,
         "_sleep": lambda _: None,
         "synchronize": lambda _=None: None,
-        "empty_cache": lambda: None,
+        "empty_cache": simulated_graphs.empty_cache,
+        "graph_pool_handle": lambda: (0, next(Stream.numbers)),
         "CUDAGraph": simulated_graphs.CUDAGraph,
         "is_current_stream_capturing": simulated_graphs.is_capturing,
         "set_sync_debug_mode": simulated_graphs.set_sync_debug_mode,
@@ -199,6 +200,8 @@ def pretend(path):
     }
     for name, value in replacements.items():
         setattr(torch.cuda, name, value)
+    torch._C._cuda_endAllocateToPool = simulated_graphs.end_pool
+    torch._C._cuda_releasePool = lambda device, pool: None
     copy_engines.pinned = lambda size: torch.empty(size, dtype=torch.uint8)
     torch.Tensor.record_stream = lambda tensor, stream: None
 

@@ -20,6 +20,7 @@ from coop_plan.runtime.torch_internals.ops import elements_spanned, storage_refe
 
 _blocks = weakref.WeakSet()
 _graphs = weakref.WeakSet()
+_pools = set()  # to which a capture allocates
 _state = {"capturing": None, "library": None, "stream": None, "waits": 0}
 
 
@@ -40,6 +41,15 @@ def use(library, stream):
 
 def is_capturing():
     return _state["capturing"] is not None
+
+
+def empty_cache():
+    assert not _pools, "captures_underway.empty() INTERNAL ASSERT FAILED"
+
+
+def end_pool(device, pool):
+    assert device == 0
+    _pools.remove(pool)
 
 
 def set_sync_debug_mode(mode):
@@ -150,7 +160,8 @@ class CUDAGraph:
         stream = _state["stream"]
         assert stream.current is not stream.default, "the default stream cannot be captured"
         assert not is_capturing(), "a capture within a capture"
-        self.stream = stream.current
+        self.stream, self.pool = stream.current, pool
+        _pools.add(pool)
         self.register_generator_state(torch.cuda.default_generators[0])
         self.offsets = {philox: philox.offset for philox in self.drawn}
         for philox in self.drawn:
@@ -180,12 +191,13 @@ class CUDAGraph:
             ctypes.memset(address, 0xFF, size)  # NaN until a replay
         if library.pretended_invalid():  # and the states stay in the capture
             raise RuntimeError("CUDA error: operation failed due to a previous error")
-        for philox, offset in self.offsets.items():
-            self.drawn[philox] = philox.offset
-            philox.offset, philox.graph = offset, 0
         unjoined = library.pretended_unjoined(self.number, self.stream.cuda_stream)
         if unjoined:
             raise RuntimeError(f"CUDA error: capturing stream has unjoined work ({unjoined})")
+        _pools.remove(self.pool)
+        for philox, offset in self.offsets.items():
+            self.drawn[philox] = philox.offset
+            philox.offset, philox.graph = offset, 0
         self.ops, self.calls = self.recorder.ops, calls
 
     def replay(self):

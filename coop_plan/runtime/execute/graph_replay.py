@@ -19,7 +19,6 @@ import logging
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -33,9 +32,10 @@ from coop_plan.runtime.device import cuda
 from coop_plan.runtime.distributed.collectives import collective_of
 from coop_plan.runtime.errors import CudaGraphError
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
+from coop_plan.runtime.execute.drawing_graph import DrawingGraph
 from coop_plan.runtime.execute.graph_places import copy_to_place, has_layout, is_on_device, place_of
 from coop_plan.runtime.execute.invocation import Invocation
-from coop_plan.runtime.execute.rng_state import DrawingGraph, default_generator
+from coop_plan.runtime.execute.rng_state import default_generator
 from coop_plan.runtime.execute.straight_line import op_at
 from coop_plan.runtime.torch_internals.cuda import HostWaits
 from coop_plan.runtime.torch_internals.joint_graphs import is_primal
@@ -270,7 +270,7 @@ class _Graphs:
         self, invocation: Invocation, given: list[Any]
     ) -> tuple[DrawingGraph, Sequence[Any]]:
         redraws = self._compiled.forward_redraws
-        graph = DrawingGraph(invocation.compiled.arena.device, redraws, self._offsets[0])
+        graph = DrawingGraph(_block_of(invocation).device, redraws, self._offsets[0])
         return graph, _capture(
             graph, invocation, lambda: self._compiled.forward(invocation, [*given])
         )
@@ -315,7 +315,7 @@ class _Graphs:
             given = [*self.saved(invocation), *self._tangents]
             theirs = _addresses([*given, *invocation.held.values()])  # no reference: they die
             redraws = self._compiled.backward_redraws
-            graph = DrawingGraph(invocation.compiled.arena.device, redraws, self._offsets[1])
+            graph = DrawingGraph(_block_of(invocation).device, redraws, self._offsets[1])
             made = _capture(
                 *(graph, invocation),
                 lambda: _copied_out(self._compiled.backward(invocation, given), theirs),
@@ -382,27 +382,22 @@ def _capture(
     graph: DrawingGraph, invocation: Invocation, half: Callable[[], Sequence[Any]]
 ) -> Sequence[Any]:
     """Capture what a half asks of the device, and return its results; nothing runs."""
-    device = invocation.compiled.arena.device
+    device = _block_of(invocation).device
     torch.cuda.synchronize(device)
     gc.collect()  # a collection in the capture might ask the device what a capture forbids
     torch.cuda.empty_cache()
     side = _side_stream(device)
     current = torch.cuda.current_stream(device)
     side.wait_stream(current)
-    with torch.cuda.stream(side), graph.capturing() as captured:
+    with torch.cuda.stream(side), graph.capturing():
         invocation.draws = graph
         try:
             made = half()
             if invocation.transfers is not None:
                 invocation.transfers.join()
-        except BaseException:
-            with suppress(RuntimeError):
-                captured.capture_end()
-            raise
         finally:
             invocation.draws = None
         invocation.compiled.arena.pause()
-        captured.capture_end()
     current.wait_stream(side)
     return made
 

@@ -18,9 +18,10 @@ from coop_plan.runtime.capture.sized_numbers import Numbers
 from coop_plan.runtime.device.arena import Memory, Run, counted_bytes
 from coop_plan.runtime.errors import StepSpentError
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
+from coop_plan.runtime.execute.drawing_graph import DrawingGraph
 from coop_plan.runtime.execute.homes import Copy
 from coop_plan.runtime.execute.host_updates import HostUpdates
-from coop_plan.runtime.execute.rng_state import DrawingGraph, Generator
+from coop_plan.runtime.execute.rng_state import Generator
 from coop_plan.runtime.execute.transfers import Layout
 from coop_plan.runtime.torch_internals.autograd import HookUse, accumulate_gradient
 from coop_plan.runtime.torch_internals.ops import tensor_versions
