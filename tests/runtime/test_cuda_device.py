@@ -9,6 +9,7 @@ import importlib
 import itertools
 import random
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
@@ -865,6 +866,18 @@ def test_each_direction_has_a_stream_that_waits_for_the_step(monkeypatch):
         current = torch.cuda.current_stream().cuda_stream
         asked = [(streams[direction].cuda_stream, current) for direction in begun]
         assert [wait for wait in waits()[before:] if wait[0] != current] == asked
+
+
+def test_a_copy_takes_no_less_than_its_launch(monkeypatch):
+    begin = CudaCopyEngines._begin
+
+    def slow(*given):
+        time.sleep(2e-3)
+        return begin(*given)
+
+    monkeypatch.setattr(CudaCopyEngines, "_begin", slow)
+    found = measure_link(torch.device("cuda", 0), functools.partial(cuda.device_us, 0))
+    assert found["copy_latency_us"] >= 2000
 
 
 def test_the_link_is_measured():
