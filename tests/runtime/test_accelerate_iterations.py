@@ -12,7 +12,7 @@ accelerate = pytest.importorskip("accelerate")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the framework's own
 
-ROWS, BATCH = 26, 4  # 7 batches an epoch, of which the last one is smaller
+ROWS, BATCH = 210, 32  # 7 batches an epoch, of which the last one is smaller
 
 
 @pytest.fixture(autouse=True)
