@@ -151,3 +151,203 @@ def test_a_trainer_has_its_numbers(arguments, module, tmp_path):
     ours = fit(trainer_of(tmp_path, planned(), **arguments), Module(**module))
     assert_equal_fits(eager, ours, tmp_path)
     assert_within_budget(2 * -(-7 // arguments.get("accumulate_grad_batches", 1)))
+
+
+def test_a_trainer_saves_and_resumes(tmp_path):
+    """From eager to planned and back, with a checkpoint in the middle of an epoch."""
+    arguments = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+
+    def fitted(name, *callbacks, **given):
+        every = lightning.pytorch.callbacks.ModelCheckpoint(
+            tmp_path / name, "{step}", every_n_train_steps=3, save_top_k=-1
+        )
+        return fit(trainer_of(tmp_path, every, *callbacks, **arguments), Module(), **given)
+
+    for name, callbacks in (("eager", []), ("ours", [planned("min")])):
+        fitted(name, *callbacks)
+    names = [f"step={step}.ckpt" for step in (3, 6)]
+    states = [
+        [torch.load(tmp_path / folder / name, weights_only=False) for name in names]
+        for folder in ("eager", "ours")
+    ]
+    for state in itertools.chain(*states):
+        state.pop("callbacks")
+    assert_same(*states)
+    path = {"ckpt_path": tmp_path / "eager" / names[0], "weights_only": False}
+    eager = fitted("eager-again", **path)
+    ours = fitted("ours-again", planned("min", link="8GB/s", method="coop-offline"), **path)
+    other = fitted("other", **path | {"ckpt_path": tmp_path / "ours" / names[0]})
+    assert_equal_fits(eager, ours, tmp_path)
+    assert_equal_fits(eager, other, tmp_path)
+
+
+class Warm(Module):
+    """Steps by the optimizer itself, and sets learning rates before and after."""
+
+    def optimizer_step(self, epoch, index, optimizer, closure):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + self.trainer.global_step)
+        optimizer.step(closure=closure)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.01 * epoch
+
+
+class Growing(lightning.pytorch.callbacks.GradientAccumulationScheduler):
+    def __init__(self):
+        super().__init__({0: 1, 1: 3})
+
+
+def test_a_trainer_validates_warms_up_and_changes_its_accumulation(tmp_path):
+    fits = []
+    for callbacks in ([], [planned()]):
+        trainer = trainer_of(tmp_path, Growing(), *callbacks, val_check_interval=3)
+        torch._dynamo.reset()
+        torch.manual_seed(2)
+        trainer.fit(Warm(), loader(), loader(60))
+        fits.append(trainer)
+    assert_equal_fits(*fits, tmp_path)
+    assert_within_budget(7 + 3)
+
+
+def test_batches_of_unknown_number(tmp_path):
+    """The last accumulation is known to be incomplete at its end."""
+    fits = []
+    for callbacks in ([], [planned()]):
+        trainer = trainer_of(tmp_path, *callbacks, accumulate_grad_batches=3, max_epochs=1)
+        torch._dynamo.reset()
+        torch.manual_seed(2)
+        batches = [*loader(110)]
+        trainer.fit(Module(), (batch for batch in batches))
+        fits.append(trainer)
+    assert_equal_fits(*fits, tmp_path)
+    assert_within_budget(2)
+    assert len(batches) == 4
+
+
+class Stops(lightning.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.should_stop = batch_idx == 4
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.current_epoch == 0 and batch_idx == 4:
+            raise StopIteration
+
+
+class Plain(Module):
+    """Without all that a micro-batch without a step changes: statistics, random numbers, logs."""
+
+    def __init__(self):
+        super().__init__(drop=0)
+        self.net.norm = nn.Identity()
+
+    def training_step(self, batch, index):
+        return {"loss": super().training_step(batch, index)["loss"], "scores": batch[0]}
+
+    def log(self, *_, **__):
+        pass
+
+
+def test_an_iteration_that_ends_early_updates_nothing(tmp_path):
+    """An epoch skips its rest within an accumulation, another stops the training within one."""
+    arguments = {"accumulate_grad_batches": 3, "max_epochs": 5}
+    eager = fit(trainer_of(tmp_path, Stops(), **arguments), Plain())
+    ours = fit(trainer_of(tmp_path, Stops(), planned(), **arguments), Plain())
+    assert_equal_fits(eager, ours, tmp_path)
+    assert_within_budget(2)
+
+
+def test_a_trainer_without_the_callback_is_that_of_lightning(tmp_path):
+    """After a training that it planned, and after one that failed."""
+
+    class Fails(lightning.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 2:
+                raise ValueError("as of a disk")
+
+    eager, ours = (
+        fit(trainer_of(tmp_path, *callbacks), Module()) for callbacks in ([], [planned()])
+    )
+    coop_plan.clear_reports()
+    for callback in (None, Fails()):
+        for trainer in (eager, ours):
+            trainer.callbacks = [trainer.callbacks[0], *([callback] if callback else ())]
+            trainer.fit_loop.max_epochs += 1
+            with suppress(ValueError):
+                fit(trainer, trainer.lightning_module)
+        assert_equal_fits(eager, ours, tmp_path)
+    assert not coop_plan.reports()
+
+
+class Skips(Module):
+    def optimizer_step(self, epoch, index, optimizer, closure):
+        closure()
+
+
+class Manual(Module):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Norms(lightning.Callback):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        lightning.pytorch.utilities.grad_norm(pl_module, 2)
+
+
+class Averages(lightning.Callback):
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        pass
+
+
+class Sees(Module):
+    def on_after_backward(self):
+        pass
+
+
+HALF = lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+
+
+class Clips(Module):
+    def configure_gradient_clipping(self, *args, **kwargs):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "callbacks", "reason"),
+    [
+        ({}, Manual, [], "automatic_optimization=False"),
+        ({}, Sees, [], "Sees.on_after_backward"),
+        ({}, Clips, [], "Clips.configure_gradient_clipping"),
+        ({}, Module, [Norms()], "Norms.on_before_optimizer_step"),
+        ({}, Module, [Averages()], "Averages.on_before_zero_grad"),
+        ({}, Module, [lightning.pytorch.callbacks.StochasticWeightAveraging(0.1)], "Stochastic"),
+        ({"gradient_clip_val": 1, "gradient_clip_algorithm": "value"}, Module, [], '"value"'),
+        ({"plugins": HALF}, Module, [], "precision=16-mixed"),
+        ({"strategy": "ddp"}, Module, [], "DDPStrategy"),
+    ],
+)
+def test_what_a_trainer_cannot_have_is_refused(arguments, kind, callbacks, reason, tmp_path):
+    trainer = trainer_of(tmp_path, *callbacks, planned(), **{"max_epochs": 1} | arguments)
+    with pytest.raises(runtime.OptionsError, match=reason):
+        fit(trainer, kind())
+    with pytest.raises(runtime.OptionsError, match="bugdet"):
+        planned(bugdet=1)
+
+
+def test_a_compiled_module_is_refused(tmp_path):
+    from coop_plan.runtime.integrations.lightning import Budget
+
+    for callbacks, module in (([], torch.compile(Module())), ([Budget("50%")], Module())):
+        with pytest.raises(runtime.OptionsError, match="a second time"):
+            fit(trainer_of(tmp_path, *callbacks, planned()), module)
+
+
+def test_a_closure_without_a_step_is_refused(tmp_path):
+    with pytest.raises(runtime.RuntimeRefusalError, match=r"Skips.optimizer_step called its closu"):
+        fit(trainer_of(tmp_path, planned()), Skips())
+
+
+def test_validation_within_an_iteration_is_refused(tmp_path):
+    trainer = trainer_of(tmp_path, planned(), accumulate_grad_batches=2, val_check_interval=3)
+    with pytest.raises(runtime.RuntimeRefusalError, match="val_check_interval"):
+        trainer.fit(Module(), loader(), loader())
