@@ -102,7 +102,8 @@ class IterationBudget(Callback):
                 output = pl_module.training_step(*arguments)
             self._made.append((tree_map(_detached, output), [*self._logged]))
             self._logged.clear()
-            return (output["loss"] if isinstance(output, Mapping) else output) / count
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            return None if loss is None else loss / count
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             self._logged.append(((name, _detached(value), *args), kwargs))
