@@ -118,3 +118,93 @@ def test_a_loop_has_its_numbers(arguments, clip_norm):
     assert len(ours.losses) == 14
     assert_same(eager, ours)
     assert_within_budget(2 * -(-7 // arguments.get("gradient_accumulation_steps", 1)))
+
+
+def test_a_loop_saves_and_resumes(tmp_path):
+    """From eager to planned and back, with `save_state` between epochs."""
+    eager, ours = Loop(), Loop()
+    iteration = ours.planned(0.1, "min", link="8GB/s", method="coop-offline")
+    for train, loop, name in (
+        (lambda: eager.train_in_eager(0.1, epochs=1), eager, "eager"),
+        (lambda: ours.train(iteration, epochs=1), ours, "ours"),
+    ):
+        torch.manual_seed(2)
+        train()
+        loop.accelerator.save_state(str(tmp_path / name))
+        train()
+    assert_same(eager, ours)
+    eager.accelerator.load_state(str(tmp_path / "ours"))
+    ours.accelerator.load_state(str(tmp_path / "eager"))
+    eager.train_in_eager(0.1, epochs=1)
+    ours.train(iteration, epochs=1)
+    assert_same(eager, ours)
+    assert_within_budget(3 * 7)
+
+
+def test_the_norm_is_summed_in_the_order_of_the_model():
+    """Which `clip_grad_norm_(model.parameters(), ...)` has, in whatever groups they are."""
+    loops = []
+    for planned in (False, True):
+        loop = Loop()
+        groups = [{"params": []}, {"params": []}]
+        for parameter in loop.model.parameters():
+            groups[parameter.dim() == 2]["params"].append(parameter)
+        loop.optimizer = loop.accelerator.prepare(torch.optim.SGD(groups, 0.05))
+        torch.manual_seed(2)
+        if planned:
+            loop.train(loop.planned(0.01))
+        else:
+            loop.train_in_eager(0.01)
+        loops.append(loop)
+    assert_same(*loops)
+
+
+def test_a_loss_within_autocast_and_an_optimizer_that_is_not_prepared():
+    class Autocast(Loop):
+        def loss_of(self, batch):
+            with self.accelerator.autocast():
+                return super().loss_of(batch)
+
+    eager, ours = Autocast(mixed_precision="bf16"), Autocast(mixed_precision="bf16")
+    torch.manual_seed(2)
+    eager.train_in_eager(None)
+    torch.manual_seed(2)
+    prepared, ours.optimizer = ours.optimizer, ours.optimizer.optimizer
+    ours.train(ours.planned(None))
+    ours.optimizer = prepared
+    assert_same(eager, ours)
+
+
+def extra_parameter(loop):
+    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def half(loop):
+    """As on a device with float16, which Accelerate refuses on the CPU."""
+    loop.accelerator.scaler = torch.amp.GradScaler("cpu")
+
+
+def processes(loop):
+    loop.accelerator.state.distributed_type = accelerate.utils.DistributedType.MULTI_CPU
+
+
+def compiles(loop):
+    loop.accelerator.state.dynamo_plugin.backend = accelerate.utils.DynamoBackend.AOT_EAGER
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (extra_parameter, "no prepared model has"),
+        (half, "mixed_precision=fp16"),
+        (processes, "more than one device"),
+        (compiles, "dynamo_plugin"),
+    ],
+)
+def test_what_a_loop_cannot_have_is_refused(change, reason):
+    loop = Loop()
+    change(loop)
+    with pytest.raises(runtime.OptionsError, match=reason):
+        loop.planned(1.0)
+    with pytest.raises(runtime.OptionsError, match="bugdet"):
+        loop.planned(1.0, bugdet=1)
