@@ -154,10 +154,11 @@ class IterationBudget(Callback):
             self._iteration(*((tuple(arguments.values()), count) for arguments in given))
         finally:
             del module.log
-        for arguments, (_, logged) in zip(given, self._made, strict=True):
-            trainer._results.batch, trainer._results.batch_size = arguments["batch"], None
-            for args, kwargs in logged:
-                module.log(*args, **kwargs)
+        with trainer.precision_plugin.train_step_context():  # with the dtype of sums over an epoch
+            for arguments, (_, logged) in zip(given, self._made, strict=True):
+                trainer._results.batch, trainer._results.batch_size = arguments["batch"], None
+                for args, kwargs in logged:
+                    module.log(*args, **kwargs)
         output, _ = self._made.pop()
         self._made.clear()
         return output
