@@ -123,7 +123,7 @@ def test_a_loop_has_its_numbers(arguments, clip_norm):
 def test_a_loop_saves_and_resumes(tmp_path):
     """From eager to planned and back, with `save_state` between epochs."""
     eager, ours = Loop(), Loop()
-    iteration = ours.planned(0.1, "min", link="8GB/s", method="coop-offline")
+    iteration = ours.planned(0.1, "min")
     for train, loop, name in (
         (lambda: eager.train_in_eager(0.1, epochs=1), eager, "eager"),
         (lambda: ours.train(iteration, epochs=1), ours, "ours"),

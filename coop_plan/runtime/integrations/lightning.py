@@ -154,7 +154,7 @@ class IterationBudget(Callback):
             self._iteration(*((tuple(arguments.values()), count) for arguments in given))
         finally:
             del module.log
-        with trainer.precision_plugin.train_step_context():  # with the dtype of sums over an epoch
+        with trainer.precision_plugin.train_step_context():  # numbers have its dtype
             for arguments, (_, logged) in zip(given, self._made, strict=True):
                 trainer._results.batch, trainer._results.batch_size = arguments["batch"], None
                 for args, kwargs in logged:
