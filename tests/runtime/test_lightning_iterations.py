@@ -1,4 +1,4 @@
-"""Whole iterations of Lightning's Trainer: numbers, logs and checkpoints of the Trainer in eager."""
+"""Whole iterations of Lightning's Trainer: numbers, logs and checkpoints of Lightning."""
 
 import itertools
 from contextlib import suppress
@@ -9,7 +9,7 @@ from torch import nn
 
 import coop_plan
 from coop_plan import runtime
-from tests.runtime.iterating import OPTIMIZERS, WIDTH, Net, equal
+from tests.runtime.iterating import OPTIMIZERS, WIDTH, Net
 
 lightning = pytest.importorskip("lightning")
 

@@ -5,6 +5,7 @@
 `LightningModule.compile()` compiles `forward`, which a Trainer does not call.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -195,18 +196,16 @@ BACKWARD = ("backward", "optimizer_zero_grad", "configure_gradient_clipping", "c
 
 def _refuse(trainer: Any, module: Any) -> None:
     """Raise an OptionsError for what iterations of a Trainer and its module cannot have."""
-    methods = [(module, GRADIENT_HOOKS + BACKWARD)]
-    methods += [(callback, GRADIENT_HOOKS) for callback in trainer.callbacks]
+    hooks = itertools.product([module, *trainer.callbacks], GRADIENT_HOOKS)
     own = [
         f"{type(one).__name__}.{name}"
-        for one, names in methods
-        for name in names
+        for one, name in (*hooks, *((module, name) for name in BACKWARD))
         if is_overridden(name, one)
     ]
     reasons = {
         f"{', '.join(own)} would find no gradients: use on_train_batch_start or"
         " on_train_batch_end": own,
-        "automatic_optimization=False steps in training_step: use coop_plan.train_iteration in it": (
+        "automatic_optimization=False steps within training_step: use train_iteration there": (
             not module.automatic_optimization
         ),
         "torch.compile and Budget compile the module a second time: leave them out": (
