@@ -1,7 +1,9 @@
 """Whole iterations of Lightning's Trainer: numbers, logs and checkpoints of Lightning."""
 
 import itertools
+import os
 from contextlib import suppress
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -292,6 +294,12 @@ class Manual(Module):
         self.automatic_optimization = False
 
 
+class Fetches(Module):
+    def training_step(self, dataloader_iter):
+        batch, index, _ = next(dataloader_iter)
+        return super().training_step(batch, index)
+
+
 class Norms(lightning.Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         lightning.pytorch.utilities.grad_norm(pl_module, 2)
@@ -319,6 +327,7 @@ class Clips(Module):
     ("arguments", "kind", "callbacks", "reason"),
     [
         ({}, Manual, [], "automatic_optimization=False"),
+        ({}, Fetches, [], "dataloader_iter"),
         ({}, Sees, [], "Sees.on_after_backward"),
         ({}, Clips, [], "Clips.configure_gradient_clipping"),
         ({}, Module, [Norms()], "Norms.on_before_optimizer_step"),
@@ -326,7 +335,6 @@ class Clips(Module):
         ({}, Module, [lightning.pytorch.callbacks.StochasticWeightAveraging(0.1)], "Stochastic"),
         ({"gradient_clip_val": 1, "gradient_clip_algorithm": "value"}, Module, [], '"value"'),
         ({"plugins": HALF}, Module, [], "precision=16-mixed"),
-        ({"strategy": "ddp"}, Module, [], "DDPStrategy"),
     ],
 )
 def test_what_a_trainer_cannot_have_is_refused(arguments, kind, callbacks, reason, tmp_path):
@@ -335,6 +343,16 @@ def test_what_a_trainer_cannot_have_is_refused(arguments, kind, callbacks, reaso
         fit(trainer, kind())
     with pytest.raises(runtime.OptionsError, match="bugdet"):
         planned(bugdet=1)
+
+
+def test_a_strategy_of_several_devices_is_refused(tmp_path):
+    with patch.dict(os.environ):  # where Lightning names the process group
+        trainer = trainer_of(tmp_path, planned(), strategy="ddp")
+        try:
+            with pytest.raises(runtime.OptionsError, match="DDPStrategy"):
+                fit(trainer, Module())
+        finally:
+            torch.distributed.destroy_process_group()
 
 
 def test_a_compiled_module_is_refused(tmp_path):

@@ -118,7 +118,7 @@ class PlannedIterations:
         def loss_of(batch: tuple[Any, int]) -> Any:
             given, count = batch
             loss = loss_fn(given)
-            self._losses.append(loss.detach().clone())
+            self._losses.append(loss.detach())
             return loss / count
 
         self._iteration = train_iteration(loss_of, optimizer, clip_norm=clip_norm, **options)

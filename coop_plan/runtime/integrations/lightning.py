@@ -5,6 +5,7 @@
 `LightningModule.compile()` compiles `forward`, which a Trainer does not call.
 """
 
+import inspect
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -107,7 +108,9 @@ class IterationBudget(Callback):
             return None if loss is None else loss / count
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            self._logged.append(((name, _detached(value), *args), kwargs))
+            if isinstance(value, torch.Tensor):
+                value = value.detach().clone()  # before it is overwritten
+            self._logged.append(((name, value, *args), kwargs))
 
         def training_step(*_: Any) -> Any:
             if not self._stepping:
@@ -183,8 +186,7 @@ class IterationBudget(Callback):
 
 
 def _detached(value: Any) -> Any:
-    """A copy of a tensor; other values are themselves."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 GRADIENT_HOOKS = (
@@ -205,6 +207,9 @@ def _refuse(trainer: Any, module: Any) -> None:
     reasons = {
         f"{', '.join(own)} would find no gradients: use on_train_batch_start or"
         " on_train_batch_end": own,
+        "training_step takes a dataloader_iter: have it take a batch": (
+            "dataloader_iter" in inspect.signature(module.training_step).parameters
+        ),
         "automatic_optimization=False steps within training_step: use train_iteration there": (
             not module.automatic_optimization
         ),
