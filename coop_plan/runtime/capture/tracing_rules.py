@@ -108,7 +108,7 @@ def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     if values.is_contiguous():
         result: torch.Tensor = run_composite(_DROPOUT, values, p, train)
         return result
-    order = sorted(range(values.dim()), key=lambda dim: -values.stride(dim))
+    order = sorted(range(values.dim()), key=lambda dim: -values.stride()[dim])
     result = run_composite(_DROPOUT, values.permute(order), p, train)
     return result.permute([order.index(dim) for dim in range(values.dim())])
 
