@@ -248,7 +248,8 @@ class _Builder:
         factor = self._call(aten.mul.Tensor, inverse, limit)
         factor = self._call(aten.clamp.default, factor, None, 1.0)
         for position, gradient in gradients.items():
-            scaled, dtype = self._call(aten.mul.Tensor, gradient, factor), gradient.meta["val"].dtype
+            dtype = gradient.meta["val"].dtype
+            scaled = self._call(aten.mul.Tensor, gradient, factor)
             if scaled.meta["val"].dtype != dtype:  # a scalar's, which the loop writes in place
                 scaled = self._call(aten._to_copy.default, scaled, dtype=dtype)
             gradients[position] = scaled
