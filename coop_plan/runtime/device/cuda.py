@@ -167,7 +167,8 @@ def take_over(storage: torch.UntypedStorage) -> bool:
     Its memory must be that of one tensor, since an array may have been made of others.
     """
     ext: Any = extension()
-    return bool(ext.take_over(storage_object(storage), storage_object(torch.UntypedStorage(1)[:])))
+    part = torch.empty(1, dtype=torch.uint8, device="cpu").untyped_storage()[:]
+    return bool(ext.take_over(storage_object(storage), storage_object(part)))
 
 
 def refuse_capture_of_gradients() -> None:
