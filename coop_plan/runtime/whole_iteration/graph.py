@@ -248,7 +248,11 @@ class _Builder:
         factor = self._call(aten.mul.Tensor, inverse, limit)
         factor = self._call(aten.clamp.default, factor, None, 1.0)
         for position, gradient in gradients.items():
-            gradients[position] = self._call(aten.mul.Tensor, gradient, factor)
+            dtype = gradient.meta["val"].dtype
+            scaled = self._call(aten.mul.Tensor, gradient, factor)
+            if scaled.meta["val"].dtype != dtype:  # a scalar's, which the loop writes in place
+                scaled = self._call(aten._to_copy.default, scaled, dtype=dtype)
+            gradients[position] = scaled
         return total
 
 
