@@ -1,0 +1,191 @@
+"""`train_iteration(scaler=...)`: iterations of a loop with a GradScaler, to the bit."""
+
+import copy
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import coop_plan
+from coop_plan import runtime
+from tests.runtime.iterating import (
+    OPTIMIZERS,
+    WIDTH,
+    eager,
+    listed,
+    preferring_host,
+    runs_on_host,
+)
+
+AWARE = {
+    "sgd-fused": lambda p: torch.optim.SGD(p, 0.05, fused=True),
+    "adam-fused": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True, fused=True),
+    "adagrad-fused": lambda p: torch.optim.Adagrad(p, 1e-2, fused=True),
+}
+"""More optimizers that divide gradients by the scale themselves (as does `adamw-fused`)."""
+
+
+def one_and_one(parameters):
+    """An optimizer for matrices, a fused one for the rest."""
+    given = [*parameters]
+    return [
+        torch.optim.SGD([p for p in given if p.dim() == 2], 0.05, momentum=0.9),
+        torch.optim.AdamW([p for p in given if p.dim() != 2], 1e-2, fused=True),
+    ]
+
+
+ALL = OPTIMIZERS | AWARE | {"one-and-one": one_and_one}
+
+
+class Net(nn.Module):
+    """Layers of some dtypes under autocast; biases and matrices may be infinite apart."""
+
+    def __init__(self, dtypes=(torch.float32,) * 3, empty=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for dtype in dtypes)
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.none = nn.Parameter(torch.zeros(0 if empty else 1))
+
+    def forward(self, x, factor):
+        with torch.autocast("cpu", torch.float16):
+            for layer in self.layers:
+                x = nn.functional.dropout(layer(x.to(layer.weight.dtype)).tanh(), 0.1)
+        return x.float() + self.none.sum() + self.shift * factor
+
+
+def loss_of(model):
+    def loss(batch):
+        x, y, all_of, shift = batch
+        return nn.functional.cross_entropy(model(x, shift), y) * all_of
+
+    return loss
+
+
+def batches_of(step, count, all_of=1.0, shift=1.0, rows=8):
+    """Micro-batches, one of which has factors of its gradients, and of those of biases."""
+    generator = torch.Generator().manual_seed(step)
+    made = []
+    for at in range(count):
+        x = torch.randn(rows, WIDTH, generator=generator)
+        y = torch.randint(0, WIDTH, (rows,), generator=generator)
+        factors = (all_of, shift) if at == step % count else (1.0, 1.0)
+        made.append((x, y, *map(torch.tensor, factors)))
+    return made
+
+
+def equal(first, second):
+    """True if all bits are, but those of NaN."""
+    same = [
+        one.dtype == other.dtype and torch.allclose(one, other, 0, 0, equal_nan=True)
+        for one, other in zip(first, second, strict=True)
+    ]
+    return all(same)
+
+
+def states_of(optimizer):
+    """Names and values of all states, by parameter."""
+    return [
+        (name, value)
+        for one in listed(optimizer)
+        for group in one.param_groups
+        for parameter in group["params"]
+        for name, value in sorted(one.state.get(parameter, {}).items())
+    ]
+
+
+class Pair:
+    """A model trained by the loop, and one by `train_iteration`, compared after each call."""
+
+    def __init__(self, optimizer, budget, clip_norm=None, model=Net, scale=None, **options):
+        torch._dynamo.reset()
+        runtime.clear_reports()
+        self.clip_norm = clip_norm
+        self.ours, self.theirs = model(), model()
+        self.mine = ALL[optimizer](self.ours.parameters())
+        self.other = ALL[optimizer](self.theirs.parameters())
+        scale = {"init_scale": 2.0**10, "growth_interval": 2} | (scale or {})
+        self.scaler, self.eager = (torch.amp.GradScaler("cpu", **scale) for _ in range(2))
+        given = {"method": "coop"} | options
+        self.iteration = coop_plan.train_iteration(
+            loss_of(self.ours), self.mine, budget, clip_norm=clip_norm, scaler=self.scaler, **given
+        )
+
+    def compare(self, batches):
+        torch.manual_seed(len(batches))
+        losses, norm = eager(loss_of(self.theirs), self.other, batches, self.clip_norm, self.eager)
+        torch.manual_seed(len(batches))
+        made = self.iteration(*batches)
+        assert equal(made if len(batches) > 1 else [made], losses)
+        assert norm is None or equal([self.iteration.grad_norm], [norm])
+        self.same()
+        assert all(p.grad is None for p in self.ours.parameters())
+        report = coop_plan.reports()[-1]
+        assert report.measured_peak_bytes <= report.budget_bytes
+        assert report.outside_bytes == 0
+        return report
+
+    def same(self):
+        assert equal(self.ours.parameters(), self.theirs.parameters())
+        (names, mine), (others, other) = (
+            zip(*states_of(one), strict=True) if states_of(one) else ((), ())
+            for one in (self.mine, self.other)
+        )
+        assert names == others
+        tensors = [[v for v in one if torch.is_tensor(v)] for one in (mine, other)]
+        assert equal(*tensors)
+        assert self.scaler.state_dict() == self.eager.state_dict()
+        copy.deepcopy(self.scaler)  # between iterations, as PyTorch asserts
+
+
+INFINITE = [(1.0, 1.0), (float("inf"), 1.0), (1.0, float("inf")), (1e37, 1.0), (float("nan"), 1.0)]
+"""Factors of all gradients, and of those of a bias: none is infinite, all, one, if scaled, all."""
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("optimizer", ALL)
+def test_an_iteration_is_the_loops(optimizer, clip_norm):
+    pair = Pair(optimizer, "70%", clip_norm)
+    finite = [(1.0, 1.0)] if optimizer == "momentum-fused" else []
+    for step, factors in enumerate(finite + [INFINITE[at] for at in (1, 0, 3, 0, 0)]):
+        pair.compare(batches_of(step, 1, *factors))
+    assert len(coop_plan.reports()) == 1
+    assert pair.scaler.get_scale() == 2.0**9
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    optimizer=st.sampled_from(sorted(ALL)),
+    budget=st.sampled_from(["100%", "60%", "min"]),
+    clip_norm=st.sampled_from([None, None, 0.05, 100.0]),
+    count=st.integers(1, 3),
+    dtypes=st.lists(
+        st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), min_size=1, max_size=4
+    ),
+    empty=st.booleans(),
+    scale=st.fixed_dictionaries(
+        {
+            "init_scale": st.sampled_from([1.0, 3.7, 2.0**16, 1e-3]),
+            "growth_factor": st.sampled_from([2.0, 1.3]),
+            "backoff_factor": st.sampled_from([0.5, 0.7]),
+            "growth_interval": st.integers(1, 3),
+        }
+    ),
+    infinite=st.lists(st.sampled_from(INFINITE[:4]), min_size=3, max_size=5),
+    variants=st.booleans(),
+    link=st.sampled_from([None, "8GB/s"]),
+)
+def test_any_iteration_is_the_loops(
+    optimizer, budget, clip_norm, count, dtypes, empty, scale, infinite, variants, link
+):
+    linked = {"link": link, "method": "coop-offline"} if link else {}
+    pair = Pair(
+        *(optimizer, budget, clip_norm, lambda: Net(dtypes, empty), scale),
+        **linked,
+        variants=variants,
+    )
+    for step, factors in enumerate(infinite):
+        pair.compare(batches_of(step, count, *factors))
