@@ -116,7 +116,9 @@ class _Builder:
         if self._scaled is not None:
             self._record = self._graph.placeholder(f"primals_{len(primals) + 1}")
             fake = next(iter(self._losses)).meta["val"]
-            self._record.meta["val"] = fake.fake_mode.from_tensor(self._scaled.record)
+            self._record.meta["val"] = fake.fake_mode.from_tensor(
+                self._scaled.record, static_shapes=True
+            )
         for position, value in enumerate(self._gradients):
             if isinstance(value, fx.Node) and position not in updates:
                 shape = tuple(primals[position].meta["val"].shape)

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from coop_plan.runtime.errors import OptionsError, RuntimeRefusalError
-from coop_plan.runtime.torch_internals.grad_scaler import (
+from coop_plan.runtime.torch_internals.optimizers import (
     device_type,
     note_unscaled,
     unscales_as_pytorch,

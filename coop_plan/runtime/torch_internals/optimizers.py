@@ -1,4 +1,4 @@
-"""`torch.amp.GradScaler`: its code, its device, and its notes of gradients that are not finite."""
+"""Attributes of optimizers, and `torch.amp.GradScaler`: its code, its device, its checks."""
 
 import torch
 from torch.amp.grad_scaler import GradScaler, OptState
@@ -6,6 +6,9 @@ from torch.optim import Optimizer
 
 UNSCALING = ("scale", "unscale_", "_unscale_grads_", "_check_inf_per_device")
 """Methods that scale losses, and check and unscale gradients."""
+
+CHECKED_ONCE = "_need_device_dtype_check_for_fused"
+"""Attribute of a fused optimizer, which its first step with a gradient sets to False."""
 
 
 def unscales_as_pytorch(scaler: GradScaler) -> bool:
