@@ -1,7 +1,6 @@
 """`train_iteration(scaler=...)`: iterations of a loop with a GradScaler, to the bit."""
 
 import copy
-import random
 
 import pytest
 import torch
@@ -11,6 +10,8 @@ from torch import nn
 
 import coop_plan
 from coop_plan import runtime
+from coop_plan.runtime import PartlyUpdatedError
+from coop_plan.runtime.whole_iteration.all_or_none import AllOrNone
 from tests.runtime.iterating import (
     OPTIMIZERS,
     WIDTH,
@@ -188,3 +189,145 @@ def test_any_iteration_is_the_loops(
     )
     for step, factors in enumerate(infinite):
         pair.compare(batches_of(step, count, *factors))
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "adamw-fused", "one-and-one"])
+def test_updates_on_the_host_are_the_loops(optimizer, clip_norm, monkeypatch):
+    """Those that overwrite their gradient, as fused ones that divide it, are on the device."""
+    preferring_host(monkeypatch)
+    pair = Pair(optimizer, "min", clip_norm, link="8GB/s", method="coop-offline")
+    for step, factors in enumerate([INFINITE[at] for at in (1, 0, 2, 1, 0)]):
+        report = pair.compare(batches_of(step, 2, *factors))
+    assert report.plan.homes
+    assert bool(runs_on_host(report)) == (optimizer != "adamw-fused" or clip_norm is not None)
+
+
+def test_the_scale_may_change_between_calls():
+    """By the user, or by a state that is loaded; no plan is made for it."""
+    pair = Pair("adamw", "min")
+    for step, scale in enumerate([8.0, 3.7, 2.0**40, 1.0]):
+        pair.compare(batches_of(step, 1))
+        for one in (pair.scaler, pair.eager):
+            if step % 2:
+                one.update(scale)
+            else:
+                one.load_state_dict(one.state_dict() | {"scale": scale, "_growth_tracker": 1})
+    assert len(coop_plan.reports()) == 1
+
+
+def test_hooks_run_after_the_steps_that_are_not_skipped():
+    pair = Pair("one-and-one", "70%")
+    calls = []
+    for which, optimizers in (("ours", pair.mine), ("eager", pair.other)):
+        for at, one in enumerate(optimizers):
+            one.register_step_post_hook(lambda *_, key=(which, at): calls.append(key))
+    for step, factors in enumerate(INFINITE[:4]):
+        calls.clear()
+        pair.compare(batches_of(step, 1, *factors))
+        assert [at for which, at in calls if which == "ours"] == [
+            at for which, at in calls if which == "eager"
+        ]
+        assert len(calls) == (4 if factors[0] == 1 else 2)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+def test_a_loop_may_step_the_scaler(clip_norm):
+    """As Accelerate's optimizer does, after the call that served it."""
+    pair = Pair("one-and-one", "70%", clip_norm)
+    pair.iteration.serve_loop(pair.ours.parameters())
+    for step, factors in enumerate(INFINITE[:4] * 2):
+        batches = batches_of(step, 1, *factors)
+        torch.manual_seed(0)
+        eager(loss_of(pair.theirs), pair.other, batches, clip_norm, pair.eager)
+        torch.manual_seed(0)
+        pair.iteration(*batches)
+        for one in pair.mine:
+            pair.scaler.step(one)
+        pair.scaler.update()
+        pair.same()
+
+
+class FailureError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("factors", INFINITE[:3])
+@pytest.mark.parametrize("fails_at", [0, 1, 3, 7])
+def test_an_error_is_of_before_or_told(fails_at, factors, monkeypatch):
+    """Updates that are left out leave the state of before; the scaler has that of before, too."""
+    pair = Pair("one-and-one", "70%")
+    pair.compare(batches_of(0, 1))
+    before = copy.deepcopy((states_of(pair.mine), [*pair.ours.parameters()]))
+    scale = pair.scaler.state_dict()
+    begin, begun = AllOrNone.begin, []
+
+    def failing(self, updates):
+        if len(begun) == fails_at:
+            raise FailureError
+        begun.append(updates)
+        begin(self, updates)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AllOrNone, "begin", failing)
+        with pytest.raises((FailureError, PartlyUpdatedError)) as found:
+            pair.iteration(*batches_of(1, 1, *factors))
+    now = states_of(pair.mine), [*pair.ours.parameters()]
+    same = all(
+        torch.equal(*map(torch.as_tensor, pair))
+        for pair in zip(
+            [v for _, v in before[0]] + before[1], [v for _, v in now[0]] + now[1], strict=True
+        )
+    )
+    assert same == (found.type is FailureError)
+    assert pair.scaler.state_dict() == scale
+    pair.iteration(*batches_of(2, 1))
+    assert pair.scaler.state_dict() != scale
+
+
+def test_a_scaler_that_is_disabled_is_as_none():
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    model = Net()
+    iteration = coop_plan.train_iteration(
+        loss_of(model), ALL["sgd"](model.parameters()), "70%", method="coop", scaler=scaler
+    )
+    iteration(*batches_of(0, 1))
+    assert not [op for op in coop_plan.reports()[-1].graph.ops if "write_input" in op.name]
+
+
+class Own(torch.amp.GradScaler):
+    def unscale_(self, optimizer):
+        pass
+
+
+class Passed(torch.optim.SGD):
+    def step(self, closure=None, *, grad_scaler=None):
+        pass
+
+
+def test_what_does_not_fit_is_refused():
+    model = Net()
+    made = [*model.parameters()]
+    sgd = torch.optim.SGD(made, 0.1)
+
+    def call(optimizer=sgd, scaler=None, model=model):
+        scaler = scaler or torch.amp.GradScaler("cpu")
+        iteration = coop_plan.train_iteration(
+            loss_of(model), optimizer, "100%", method="coop", scaler=scaler
+        )
+        iteration(*batches_of(0, 1))
+
+    for refused, message in (
+        ({"scaler": Own("cpu")}, "Own has code of its own"),
+        ({"optimizer": Passed(made, 0.1)}, r"Passed\.step takes the GradScaler"),
+    ):
+        with pytest.raises(runtime.OptionsError, match=message):
+            call(**refused)
+    with pytest.raises(runtime.RuntimeRefusalError, match=r'GradScaler is for xpu.*"cpu"'):
+        call(scaler=torch.amp.GradScaler("xpu"))
+    unused = nn.Parameter(torch.ones(2))
+    with pytest.raises(runtime.CaptureError, match="optimizer 2 of 2 has no gradient"):
+        call(optimizer=[sgd, torch.optim.SGD([unused], 0.1)])
+    half = Net((torch.float16,))
+    with pytest.raises(runtime.RuntimeRefusalError, match="is float16, and GradScaler"):
+        call(optimizer=torch.optim.SGD(half.parameters(), 0.1), model=half)
