@@ -69,8 +69,8 @@ def train_iteration(
         torch.nn.utils.clip_grad_norm_(parameters, clip_norm)  # if it is given
         optimizer.step()
 
-    With a `scaler`, it scales the losses, and unscales before the norm; it steps the optimizers, and
-    is updated at the end.
+    With a `scaler`, backwards begin at `scaler.scale(loss)`, gradients are unscaled before they are
+    clipped, `scaler.step` steps the optimizers, and `scaler.update()` ends the call.
 
     Parameters and the optimizer's states are part of the plan. Each parameter is updated as soon as
     its gradient is complete, so that gradients are not kept. The parameters have no `.grad` after
