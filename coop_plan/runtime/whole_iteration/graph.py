@@ -27,7 +27,7 @@ from coop_plan.runtime.torch_internals.joint_graphs import (
     plain_outputs,
     tangent_output,
 )
-from coop_plan.runtime.torch_internals.ops import OpOverload, norm_order
+from coop_plan.runtime.torch_internals.ops import TO_COPY, OpOverload, norm_order
 from coop_plan.runtime.variants.inplace_outputs import overwritable_arguments
 
 aten = torch.ops.aten
@@ -184,7 +184,7 @@ class _Builder:
         scale = self._call(aten.mul.Tensor, one, self._call(aten.select.int, self._record, 0, 0))
         dtype = loss.meta["val"].dtype
         same = scale.meta["val"].dtype == dtype
-        return scale if same else self._call(aten._to_copy.default, scale, dtype=dtype)
+        return scale if same else self._call(TO_COPY, scale, dtype=dtype)
 
     def _accumulate(
         self, sums: dict[int, fx.Node], position: int, terms: Sequence[fx.Node], rank: int
@@ -307,9 +307,9 @@ class _Builder:
         written.meta["val"] = self._record.meta["val"]
         scale = self._call(aten.select.int, written, 0, 0)
         one = self._call(aten.ones_like.default, scale)
-        wide = self._call(aten._to_copy.default, scale, dtype=torch.float64)
+        wide = self._call(TO_COPY, scale, dtype=torch.float64)
         inverse = self._call(aten.reciprocal.default, wide)
-        inverse = self._call(aten._to_copy.default, inverse, dtype=torch.float32)
+        inverse = self._call(TO_COPY, inverse, dtype=torch.float32)
         for at, gradient in gradients.items():
             factor = one if at in scaled.divided else inverse
             gradients[at] = self._call(aten.mul.Tensor, gradient, factor)
