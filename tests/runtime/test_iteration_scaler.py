@@ -156,7 +156,7 @@ def test_an_iteration_is_the_loops(optimizer, clip_norm):
     assert pair.scaler.get_scale() == 2.0**9
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     optimizer=st.sampled_from(sorted(ALL)),
     budget=st.sampled_from(["100%", "60%", "min"]),

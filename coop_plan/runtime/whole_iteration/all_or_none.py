@@ -18,7 +18,7 @@ _sigaction = ctypes.CDLL(None).sigaction
 
 
 class AllOrNone(AbstractContextManager["AllOrNone", None]):
-    """Context of the updates of a call, which ends with `finish` if all of them ran.
+    """Context of the updates of a call, which ends with `finish` if all of them ran or were skipped.
 
     In the main thread, handlers of signals run after that, if the signals arrive after `begin`.
 
@@ -63,7 +63,7 @@ class AllOrNone(AbstractContextManager["AllOrNone", None]):
         self._ended += 1
 
     def skip(self) -> None:
-        """Note that the update is left out, as those of the same optimizer."""
+        """Note that the update that began is left out, and changes nothing."""
         self._skipped += 1
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
