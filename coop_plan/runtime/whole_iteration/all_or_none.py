@@ -18,7 +18,7 @@ _sigaction = ctypes.CDLL(None).sigaction
 
 
 class AllOrNone(AbstractContextManager["AllOrNone", None]):
-    """Context of the updates of a call, which ends with `finish` if all of them ran or were skipped.
+    """Context of the updates of a call, which ends with `finish` if all of them ran.
 
     In the main thread, handlers of signals run after that, if the signals arrive after `begin`.
 

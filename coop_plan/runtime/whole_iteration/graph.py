@@ -1,8 +1,8 @@
 """The graph of an iteration, from AOTAutograd's joint graph of the losses of its micro-batches.
 
 Program order is that of the loop in eager: the forward and the backward of each micro-batch, then
-the checks of the gradients by a GradScaler, and their norm, if they are clipped. Each parameter is updated as soon as its gradient is
-complete and no later op of the program reads the parameter.
+the checks for a GradScaler, and the norm of the gradients, if they are clipped. Each parameter is
+updated as soon as its gradient is complete and no later op of the program reads the parameter.
 """
 
 import math
