@@ -182,6 +182,7 @@ def test_any_iteration_is_the_loops(
     optimizer, budget, clip_norm, count, dtypes, empty, scale, infinite, variants, link
 ):
     linked = {"link": link, "method": "coop-offline"} if link else {}
+    empty = empty and optimizer != "adafactor"  # which divides by the number of elements
     pair = Pair(
         *(optimizer, budget, clip_norm, lambda: Net(dtypes, empty), scale),
         **linked,
