@@ -48,7 +48,8 @@ class OpProfile:
     """Time, outputs and memory of one op. `outputs` follows the flattened result; None: no tensor.
 
     `cost_us` is device time, without the launch on CUDA. `worker_bytes` is scratch that the
-    kernel's worker threads allocate; PyTorch's allocator serves it, not the arena.
+    kernel's worker threads allocate; PyTorch's allocator serves it, not the arena. `differs` is
+    True if two runs on the same inputs returned different bits (`capture.nondeterminism`).
     """
 
     cost_us: float
@@ -56,6 +57,7 @@ class OpProfile:
     allocations: tuple[Allocation, ...]
     workspace_bytes: int
     worker_bytes: int
+    differs: bool = False
 
     @property
     def allocated_outputs(self) -> set[int]:

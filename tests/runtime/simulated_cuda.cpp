@@ -2,6 +2,7 @@
 // are computed by the CPU's kernels, the backward runs on a thread of autograd's, and memory comes
 // from an object where PyTorch keeps its CUDA allocator.
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -38,6 +39,7 @@ struct Pool {
 std::mutex pools_held;
 std::map<int64_t, Pool> pools;
 int64_t capturing = 0;  // the graph under capture
+bool invalid = false;    // as a device has it after an error in a capture
 bool waits_are_told = false;
 bool replaying = false;
 thread_local int in_fallback = 0;
@@ -58,6 +60,7 @@ void give_back(void* pointer) {
 // As the device does: the host may not wait for a stream that is captured.
 void host_waits() {
   if (in_fallback > 0) return;
+  invalid = invalid || capturing != 0;
   TORCH_CHECK(capturing == 0, "CUDA error: operation not permitted when stream is capturing");
   if (waits_are_told) TORCH_WARN("called a synchronizing CUDA operation");
 }
@@ -114,7 +117,33 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   return on_cpu(self).item();
 }
 
+// The state of the default generator: what a random op draws depends on these two numbers alone.
+struct Philox {
+  uint64_t seed;
+  uint64_t offset;  // in a capture, from its begin
+  int64_t graph;    // that captures it
+};
+Philox* philox = nullptr;
+
+// Lets the CPU's kernel draw the numbers that belong to the state, and moves the offset on.
+class Drawing {
+ public:
+  explicit Drawing(int64_t elements) : before_(generator_.get_state()) {
+    TORCH_CHECK((philox->graph != 0) == (capturing != 0),
+                "Attempt to increase offset for a CUDA generator not in capture mode.");
+    generator_.set_current_seed(philox->seed * 0x9E3779B97F4A7C15 + philox->offset);
+    philox->offset += 4 * (1 + elements % 7);
+  }
+  ~Drawing() { generator_.set_state(before_); }
+
+ private:
+  at::Generator generator_ = at::detail::getDefaultCPUGenerator();
+  at::Tensor before_;
+};
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  std::optional<Drawing> drawing;
+  if (op.hasTag(at::Tag::nondeterministic_seeded)) drawing.emplace(stack->at(0).toTensor().numel());
   ++in_fallback;
   try {
     at::native::cpu_fallback(op, stack);
@@ -285,7 +314,12 @@ extern "C" int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, vo
   return ask({Call::kCopy, stream, nullptr, {to, from, bytes}});
 }
 
-extern "C" void pretended_capture(int64_t graph) { capturing = graph; }
+extern "C" void pretended_capture(int64_t graph) {
+  capturing = graph;
+  if (graph != 0) invalid = false;
+}
+extern "C" int pretended_invalid() { return invalid; }
+extern "C" void pretended_draw_from(void* state) { philox = static_cast<Philox*>(state); }
 extern "C" void pretended_replaying(int flag) { replaying = flag != 0; }
 extern "C" void pretended_tell_waits(int flag) { waits_are_told = flag != 0; }
 extern "C" int64_t pretended_calls(int64_t graph) {

@@ -87,23 +87,68 @@ class Event:
         return (other.moment - self.moment) / 1e6
 
 
-class Generator:
-    """The CPU's, its states numbered by fours, as offsets are."""
+class Philox(ctypes.Structure):
+    """The state of a generator, as simulated_cuda.cpp has it."""
 
-    def __init__(self, torch, is_capturing):
-        self.is_capturing = is_capturing
-        self.initial_seed = torch.initial_seed
-        self.get, self.set = torch.get_rng_state, torch.set_rng_state
-        self.states = []
+    _fields_ = [(name, ctypes.c_uint64) for name in ("seed", "offset", "graph")]
+
+    def __hash__(self):
+        return ctypes.addressof(self)
+
+
+class Generator:
+    """As PyTorch's: a pointer to a state. Random ops draw from that of the `default` one."""
+
+    default: "Generator"
+
+    def __init__(self, library, is_capturing, philox):
+        self.library, self.is_capturing, self.philox = library, is_capturing, philox
+        self.device = "cuda:0"
+
+    def refuse_capture(self):
+        assert not self.is_capturing(), "not during a capture"
+
+    def graphsafe_get_state(self):
+        return Generator(self.library, self.is_capturing, self.philox)
+
+    def graphsafe_set_state(self, other):
+        self.philox = other.philox
+        if self is Generator.default:
+            self.library.pretended_draw_from(ctypes.byref(self.philox))
+
+    def clone_state(self):
+        self.refuse_capture()
+        philox = Philox(self.philox.seed, self.philox.offset)
+        return Generator(self.library, self.is_capturing, philox)
+
+    def manual_seed(self, seed):
+        self.refuse_capture()
+        self.philox.seed, self.philox.offset = seed, 0
+
+    def initial_seed(self):
+        self.refuse_capture()
+        return self.philox.seed
 
     def get_offset(self):
-        assert not self.is_capturing(), "get_offset during a capture"
-        self.states.append(self.get())
-        return 4 * (len(self.states) - 1)
+        self.refuse_capture()
+        return self.philox.offset
 
     def set_offset(self, offset):
-        assert not self.is_capturing(), "set_offset during a capture"
-        self.set(self.states[offset // 4])
+        self.refuse_capture()
+        assert offset % 4 == 0, "offset must be a multiple of 4"
+        self.philox.offset = offset
+
+    def get_state(self):
+        import torch
+
+        return torch.tensor([self.initial_seed(), self.get_offset()]).view(torch.uint8)
+
+    def set_state(self, state):
+        import torch
+
+        seed, offset = state.view(torch.int64).tolist()
+        self.manual_seed(seed)
+        self.set_offset(offset)
 
 
 def pretend(path):
@@ -118,6 +163,8 @@ def pretend(path):
 
     library.CUDA_LIBRARY = Path(path)
     simulated_graphs.use(pretended, Stream)
+    Generator.default = Generator(pretended, simulated_graphs.is_capturing, Philox())
+    Generator.default.graphsafe_set_state(Generator.default)
 
     def memory_stats(_=None):
         current, peak = map(pretended.pretended_statistic, (0, 1))
@@ -136,14 +183,16 @@ def pretend(path):
         "Event": Event,
         "_sleep": lambda _: None,
         "synchronize": lambda _=None: None,
-        "empty_cache": lambda: None,
+        "empty_cache": simulated_graphs.empty_cache,
+        "graph_pool_handle": lambda: (0, next(Stream.numbers)),
         "CUDAGraph": simulated_graphs.CUDAGraph,
         "is_current_stream_capturing": simulated_graphs.is_capturing,
         "set_sync_debug_mode": simulated_graphs.set_sync_debug_mode,
         "get_sync_debug_mode": simulated_graphs.get_sync_debug_mode,
-        "default_generators": (Generator(torch, simulated_graphs.is_capturing),),
-        "get_rng_state": lambda _=None: torch.get_rng_state(),
-        "set_rng_state": lambda state, _=None: torch.set_rng_state(state),
+        "default_generators": (Generator.default,),
+        "manual_seed_all": Generator.default.manual_seed,
+        "get_rng_state": lambda _=None: Generator.default.get_state(),
+        "set_rng_state": lambda state, _=None: Generator.default.set_state(state),
         "get_device_properties": lambda _=None: found,
         "get_device_name": lambda _=None: found.name,
         "memory_stats": memory_stats,
@@ -151,6 +200,8 @@ def pretend(path):
     }
     for name, value in replacements.items():
         setattr(torch.cuda, name, value)
+    torch._C._cuda_endAllocateToPool = simulated_graphs.end_pool
+    torch._C._cuda_releasePool = lambda device, pool: None
     copy_engines.pinned = lambda size: torch.empty(size, dtype=torch.uint8)
     torch.Tensor.record_stream = lambda tensor, stream: None
 

@@ -3,7 +3,8 @@
 A capture records ops and copies by their addresses, and leaves no trace in memory: as on a device,
 nothing has run. A replay runs them at these addresses, which must still be those of a live arena,
 of a live graph's pool, or of a storage that was alive at the capture. Work of a capture is on the
-captured stream or on one that it waits for.
+captured stream or on one that it waits for. Random ops draw from states that the graph has
+registered, at offsets from those that the states have at the replay.
 """
 
 import ctypes
@@ -19,6 +20,7 @@ from coop_plan.runtime.torch_internals.ops import elements_spanned, storage_refe
 
 _blocks = weakref.WeakSet()
 _graphs = weakref.WeakSet()
+_pools = set()  # to which a capture allocates
 _state = {"capturing": None, "library": None, "stream": None, "waits": 0}
 
 
@@ -39,6 +41,15 @@ def use(library, stream):
 
 def is_capturing():
     return _state["capturing"] is not None
+
+
+def empty_cache():
+    assert not _pools, "captures_underway.empty() INTERNAL ASSERT FAILED"
+
+
+def end_pool(device, pool):
+    assert device == 0
+    _pools.remove(pool)
 
 
 def set_sync_debug_mode(mode):
@@ -114,13 +125,17 @@ class Recorder(TorchDispatchMode):
             if isinstance(place, Place) and place.block is not None and place.dtype == torch.int64:
                 ctypes.memset(place.address, 0, place.bytes)
         calls = _state["library"].pretended_calls(self.graph.number)
+        philox = torch.cuda.default_generators[0].philox
+        offset = philox.offset
         made = op(*args, **kwargs)
+        drawn = (philox, offset) if philox.offset != offset else None
         is_view = any(
             r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
         )
         sets = any(isinstance(value, torch.UntypedStorage) for value in tree_flatten(args)[0])
         if not (is_view or sets or "empty" in schema.name):
-            self.ops.append((calls, op, where, None if written else tree_map(placed, made)))
+            results = None if written else tree_map(placed, made)
+            self.ops.append((calls, op, where, results, drawn))
         return made
 
 
@@ -131,16 +146,26 @@ class CUDAGraph:
 
     def __init__(self):
         self.number, self.recorder, self.pool_blocks = next(self.numbers), None, []
+        self.drawn = {}  # how far a replay moves each state on
         _graphs.add(self)
 
     def __del__(self):
         _state["library"].pretended_free_pool(self.number)
 
+    def register_generator_state(self, generator):
+        assert not is_capturing(), "Cannot register the state during capturing stage."
+        self.drawn[generator.philox] = 0
+
     def capture_begin(self, pool=None, capture_error_mode="global"):
         stream = _state["stream"]
         assert stream.current is not stream.default, "the default stream cannot be captured"
         assert not is_capturing(), "a capture within a capture"
-        self.stream, self.states = stream.current, torch.get_rng_state()
+        self.stream, self.pool = stream.current, pool
+        _pools.add(pool)
+        self.register_generator_state(torch.cuda.default_generators[0])
+        self.offsets = {philox: philox.offset for philox in self.drawn}
+        for philox in self.drawn:
+            philox.offset, philox.graph = 0, self.number
         self.memory = [(b, ctypes.string_at(b.address, b.size)) for b in list(_blocks)]
         self.recorder = Recorder(self)
         _state["capturing"] = self
@@ -157,17 +182,22 @@ class CUDAGraph:
             ctypes.memmove(place.address, before, place.bytes)
         for block, before in self.memory:
             ctypes.memmove(block.address, before, block.size)
-        torch.set_rng_state(self.states)
-        del self.memory, self.states, self.recorder.overwritten
+        del self.memory, self.recorder.overwritten
         count = library.pretended_pool(self.number, None, 0)
         found = (ctypes.c_int64 * (2 * count))()
         library.pretended_pool(self.number, found, count)
         self.pool_blocks = list(zip(found[::2], found[1::2], strict=True))
         for address, size in self.pool_blocks:
             ctypes.memset(address, 0xFF, size)  # NaN until a replay
+        if library.pretended_invalid():  # and the states stay in the capture
+            raise RuntimeError("CUDA error: operation failed due to a previous error")
         unjoined = library.pretended_unjoined(self.number, self.stream.cuda_stream)
         if unjoined:
             raise RuntimeError(f"CUDA error: capturing stream has unjoined work ({unjoined})")
+        _pools.remove(self.pool)
+        for philox, offset in self.offsets.items():
+            self.drawn[philox] = philox.offset
+            philox.offset, philox.graph = offset, 0
         self.ops, self.calls = self.recorder.ops, calls
 
     def replay(self):
@@ -180,14 +210,26 @@ class CUDAGraph:
 
     def _run(self):
         library, done = _state["library"], 0
-        for calls, op, where, made in self.ops:
+        generator = torch.cuda.default_generators[0]
+        current, begins = generator.graphsafe_get_state(), {}
+        for philox, count in self.drawn.items():
+            assert philox.graph == 0, "a state is in a capture"
+            begins[philox] = philox.offset
+            philox.offset += count
+        for calls, op, where, made, drawn in self.ops:
             library.pretended_replay(self.number, done, calls)
             done = calls
             for place in tree_flatten((where, made))[0]:
                 if isinstance(place, Place):
                     place.check()
             args, kwargs = tree_map(at_place, where)
+            if drawn is not None:
+                state = generator.clone_state()
+                state.philox.seed = drawn[0].seed
+                state.philox.offset = begins[drawn[0]] + drawn[1]
+                generator.graphsafe_set_state(state)
             found = op(*args, **kwargs)
+            generator.graphsafe_set_state(current)
             if made is not None:
                 places, values = tree_flatten(made)[0], tree_flatten(found)[0]
                 for place, value in zip(places, values, strict=True):

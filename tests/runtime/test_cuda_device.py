@@ -9,6 +9,7 @@ import importlib
 import itertools
 import random
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
@@ -37,6 +38,7 @@ from coop_plan.runtime.offline_capture.fake_device import CaptureRequest, Offlin
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
 from coop_plan.runtime.torch_internals import cuda as library
 from tests.runtime.networks import Mlp
+from tests.runtime.strict_plans import check_plans
 from tests.runtime.swapping import swap_plan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -53,6 +55,12 @@ class Convolutional(nn.Module):
 
     def forward(self, x):
         return self.blocks(x).relu().square().mean()
+
+
+@pytest.fixture(autouse=True)
+def checked_plans(monkeypatch):
+    if torch.cuda.get_device_name() == "Pretended":
+        check_plans(monkeypatch)
 
 
 @pytest.fixture
@@ -681,6 +689,7 @@ keeps.register_autograd(lambda _, gradient: gradient.clone())
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_lies_elsewhere_than_planned_is_told(strict, monkeypatch, caplog):
+    monkeypatch.undo()  # `checked_plans` would tell first
     model, batch = Mlp().cuda(), torch.randn(256, 64, device="cuda")
     step = compiled(lambda x: model(keeps(model.layers[0](x))), "100%", strict=strict)
     for _ in range(4):
@@ -698,6 +707,38 @@ def test_what_lies_elsewhere_than_planned_is_told(strict, monkeypatch, caplog):
         assert report.outside_bytes > 0
         assert "may have been exceeded" in caplog.text
         assert "of a result of 'coop_tests.keeps.default' at " in caplog.text
+
+
+SWAPPED = False
+"""True if `pair` allocates its results in another order than when it was profiled."""
+
+
+@torch.library.custom_op("coop_tests::pair", mutates_args=())
+def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if SWAPPED:
+        second, first = x * 2, x + 1
+    else:
+        first, second = x + 1, x * 2
+    return first, second
+
+
+pair.register_fake(lambda x: (torch.empty_like(x), torch.empty_like(x)))
+pair.register_autograd(lambda _, first, second: first + second)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "told"),
+    [("KEPT", [], "outlive their plan"), ("SWAPPED", True, r"run \d+ .*pair.* lies at")],
+)
+def test_the_pretended_device_tells_of_another_life_and_order(flag, value, told, monkeypatch):
+    if torch.cuda.get_device_name() != "Pretended":
+        pytest.skip("a device checks no plans")
+    model, batch = Mlp().cuda(), torch.randn(256, 64, device="cuda")
+    step = compiled(lambda x: model(torch.mul(*pair(keeps(model.layers[0](x))))), "100%")
+    step(batch).backward()
+    monkeypatch.setattr(sys.modules[__name__], flag, value)
+    with pytest.raises(AssertionError, match=told):
+        step(batch).backward()
 
 
 def test_an_arena_does_not_move_once_it_was_captured(capturing):
@@ -740,6 +781,39 @@ def test_a_cuda_graph_of_a_step_gives_its_numbers():
 
 def pretended():
     return ctypes.CDLL(str(library.CUDA_LIBRARY))
+
+
+runs = itertools.count()
+
+
+@torch.library.custom_op("coop_tests::unsteady", mutates_args=())
+def unsteady(x: torch.Tensor) -> torch.Tensor:
+    return x * (1 + 1e-6 * (next(runs) % 7))
+
+
+@torch.library.custom_op("coop_tests::steady", mutates_args=())
+def steady(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+for op in (unsteady, steady):
+    op.register_fake(torch.empty_like)
+    op.register_autograd(lambda _, gradient: gradient * 2)
+
+
+@pytest.mark.parametrize("budget", ["min", "70%"])
+def test_an_op_whose_runs_differ_is_not_recomputed(budget):
+    """None that PyTorch lists: its profile shows it."""
+    model, batch = Mlp(0.3).cuda(), torch.randn(256, 64, device="cuda")
+    layer = model.layers[0]
+    step = compiled(lambda x: model(unsteady(layer(steady(layer(x))))), budget, host_budget=0)
+    train(model, step, batch)
+    report = runtime.reports()[-1]
+    once = {op.name for op in report.graph.ops if not op.recomputable}
+    assert once == {"coop_tests.unsteady.default"}
+    assert report.plan.recomputed_ops > 0
+    (op,) = (op.id for op in report.graph.ops if op.name in once)
+    assert [s.op for s in report.plan.steps if s.do == "compute"].count(op) == 1
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "as late as can be"])
@@ -792,6 +866,18 @@ def test_each_direction_has_a_stream_that_waits_for_the_step(monkeypatch):
         current = torch.cuda.current_stream().cuda_stream
         asked = [(streams[direction].cuda_stream, current) for direction in begun]
         assert [wait for wait in waits()[before:] if wait[0] != current] == asked
+
+
+def test_a_copy_takes_no_less_than_its_launch(monkeypatch):
+    begin = CudaCopyEngines._begin
+
+    def slow(*given):
+        time.sleep(2e-3)
+        return begin(*given)
+
+    monkeypatch.setattr(CudaCopyEngines, "_begin", slow)
+    found = measure_link(torch.device("cuda", 0), functools.partial(cuda.device_us, 0))
+    assert found["copy_latency_us"] >= 2000
 
 
 def test_the_link_is_measured():

@@ -1,5 +1,6 @@
 """Dropout of ours on the CPU: the numbers of ATen's, from the same state of the generator."""
 
+import itertools
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -152,3 +153,23 @@ def test_a_compiled_step_takes_it(monkeypatch):
     report = coop_plan.reports()[-1]
     assert report.outside_bytes == 0
     assert report.measured_arena_bytes == report.planned_arena_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+@pytest.mark.parametrize("p", [0.1, 0.3])
+def test_noise_is_drawn_in_the_order_of_the_memory(dtype, order, p):
+    weight = torch.randn(5, 5, requires_grad=True)
+    values = torch.randn(6, 7, 5)
+
+    def loss(values):
+        product = (values.to(dtype) @ weight.to(dtype)).permute(order)
+        return nn.functional.dropout(product, p).float().square().mean()
+
+    found = []
+    for step in (loss, coop_plan.train_step(loss, "100%", method="coop")):
+        torch.manual_seed(1)
+        made = step(values)
+        found += [made.detach(), *torch.autograd.grad(made, [weight])]
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])

@@ -22,14 +22,14 @@ NEEDS = {"trainer": "accelerate"}  # transformers' Trainer is made of it
 pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' own
 
 
-def run(name):
+def run(name, example="with"):
     """What an example leaves behind: its names, and bytes of all that it trained."""
     torch._dynamo.reset()
     if find_spec("accelerate"):  # it keeps the first plugin of a process
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(reset_partial_state=True)
-    names = runpy.run_path(str(ROOT / "examples" / f"with_{name}.py"))
+    names = runpy.run_path(str(ROOT / "examples" / f"{example}_{name}.py"))
     return [p.detach().clone() for p in names["model"].parameters()]
 
 
@@ -58,6 +58,46 @@ def test_a_framework_trains_within_half_of_the_peak(name, monkeypatch, tmp_path)
     expected = run(name)
     assert not coop_plan.reports()
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("name", ["accelerate", "lightning"])
+def test_a_framework_runs_whole_iterations_within_half_of_the_peak(name, monkeypatch, tmp_path):
+    pytest.importorskip(name)
+    monkeypatch.chdir(tmp_path)
+    found = run(name, "iterations_with")
+    reports = coop_plan.reports()
+    assert sum(report.steps_run for report in reports) == 3
+    for report in reports:
+        assert {op.phase for op in report.graph.ops} == {"forward", "backward", "optimizer"}
+        assert report.outside_bytes == 0
+        assert report.measured_peak_bytes <= report.budget_bytes
+
+    integration = __import__(f"coop_plan.runtime.integrations.{name}", fromlist=["coop"])
+    if name == "lightning":
+        callback = __import__(name).Callback
+        monkeypatch.setattr(integration, "IterationBudget", lambda _: callback())
+    else:
+        monkeypatch.setattr(integration, "plan_iterations", loop_in_eager)
+    coop_plan.clear_reports()
+    expected = run(name, "iterations_with")
+    assert not coop_plan.reports()
+    assert all(map(torch.equal, found, expected))
+
+
+def loop_in_eager(accelerator, loss_fn, optimizer, _, clip_norm):
+    """The loop that `plan_iterations` of Accelerate stands for."""
+    (model,) = accelerator._models
+
+    def iteration(batch):
+        loss = loss_fn(batch)
+        accelerator.backward(loss)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return [loss]
+
+    return iteration
 
 
 def test_wrong_options_are_told_when_the_door_is_made():

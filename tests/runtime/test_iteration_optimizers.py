@@ -55,6 +55,11 @@ def test_an_optimizer_may_change_the_gradient(monkeypatch):
     assert all(op.inputs[0] in op.mutates for op in updated)
 
 
+def test_memory_of_an_update_that_takes_more_later():
+    """RAdam scales by the second moment from its sixth step on."""
+    compared("radam", "60%", 1, None, steps=8, depth=2)
+
+
 class Counting(torch.optim.Optimizer):
     """Counts its steps in `place`: a group, itself, or objects that all parameters share."""
 

@@ -236,7 +236,7 @@ def test_hooks_run_after_the_steps_that_are_not_skipped():
 def test_a_loop_may_step_the_scaler(clip_norm):
     """As Accelerate's optimizer does, after the call that served it."""
     pair = Pair("one-and-one", "70%", clip_norm)
-    pair.iteration.serve_loop(pair.ours.parameters())
+    pair.iteration.serve_loop()
     for step, factors in enumerate(INFINITE[:4] * 2):
         batches = batches_of(step, 1, *factors)
         torch.manual_seed(0)

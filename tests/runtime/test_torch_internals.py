@@ -15,6 +15,7 @@ import tomllib
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -755,10 +756,12 @@ def test_facts_of_tensors():
         found = ops.storage_reference(y)
         del y
         assert found() is None
-        storage = x.untyped_storage()
-        view, before = x[1:], ops.is_shared(storage)
+        view, storages = x[1:], [x.untyped_storage()]
+        assert ops.is_shared(storages, 0)
         del x, view
-        assert (before, ops.is_shared(storage)) == (True, False)
+        assert not ops.is_shared(storages, 0)
+        storage = storages[0]
+        assert ops.is_shared(storages, 0)
         x = torch.empty(0).set_(storage)
         x.add_(1)
         with torch.inference_mode():
@@ -779,6 +782,19 @@ def test_waits_of_the_host_are_told_at_their_line(monkeypatch):
     assert waits.found is not None and waits.found[0] == __file__
     assert len(others) == 1
     assert modes == ["default", "warn", "default"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_pool_of_a_capture_that_fails_is_released(fails, monkeypatch):
+    calls = []
+    with assumed("allocations to a pool can be ended"):
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            monkeypatch.setattr(torch._C, name, lambda *given, name=name: calls.append(name))
+    graph = Mock()
+    graph.capture_end.side_effect = RuntimeError("invalid") if fails else None
+    with pytest.raises(RuntimeError, match="invalid") if fails else contextlib.nullcontext():
+        cuda.end_capture(graph, 0, (0, 1))
+    assert calls == ["_cuda_endAllocateToPool", "_cuda_releasePool"] * fails
 
 
 def test_the_real_world_is_real():

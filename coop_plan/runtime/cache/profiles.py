@@ -25,6 +25,7 @@ MEASURING_SOURCES = (
     "op_profile.py",
     "capture/profiler.py",
     "capture/op_timing.py",
+    "capture/nondeterminism.py",
     "capture/op_replacements.py",
     "torch_internals/fakes.py",
     "torch_internals/inductor.py",

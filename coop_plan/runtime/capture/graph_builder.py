@@ -331,7 +331,8 @@ class GraphBuilder:
                 "workspace_bytes": profile.workspace_bytes,
                 "recomputable": collective is None
                 and not is_check(node)
-                and not may_differ(node, self.device),
+                and not may_differ(node, self.device)
+                and (is_random(node) or not profile.differs),
                 "rng": is_random(node),
                 "inplace": inplace,
                 "source": source_of(node),

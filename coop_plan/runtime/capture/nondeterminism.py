@@ -2,15 +2,17 @@
 
 They add by atomic operations, or write to one place twice, in no fixed order. A recomputed result
 that differs in a bit may lead other ops to choose other rows, as a router of experts does. So such
-an op runs once, and whatever reads its result again reads the same bits.
+an op runs once, and whatever reads its result again reads the same bits. PyTorch lists its own;
+those of a library are found when they are profiled, if two runs differ.
 """
 
 import re
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
-from coop_plan.runtime.torch_internals.ops import OpOverload
+from coop_plan.runtime.torch_internals.ops import OpOverload, has_no_memory
 
 NONDETERMINISTIC = re.compile(
     r"""(?x)
@@ -32,8 +34,24 @@ Convolutions are left out: cuDNN selects the same algorithm each time (`without_
 """
 
 
+def checksums(results: Sequence[object]) -> list[float]:
+    """Sums of the bytes in the storages of an op's floating-point results.
+
+    Others may have places that the op does not write, as seeds that are not used.
+    """
+    tensors = (v for v in results if isinstance(v, torch.Tensor) and not has_no_memory(v))
+    return [
+        torch.empty(0, dtype=torch.uint8, device=value.device)
+        .set_(storage := value.untyped_storage(), 0, (storage.nbytes(),), (1,))
+        .sum(dtype=torch.int64)
+        .item()
+        for value in tensors
+        if value.is_floating_point()
+    ]
+
+
 def may_differ(node: fx.Node, device: torch.device) -> bool:
-    """True if a second run of an op on `device` may return other bits than the first."""
+    """True if a second run of an op on `device` is known to return other bits at times."""
     target = node.target
     if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return False

@@ -18,6 +18,7 @@ from coop_plan.planner.placement import place
 from coop_plan.runtime.cache.profiles import session
 from coop_plan.runtime.capture.cost_scaling import current_costs
 from coop_plan.runtime.capture.custom_ops import BOXED_KERNELS
+from coop_plan.runtime.capture.nondeterminism import checksums
 from coop_plan.runtime.capture.op_timing import slots_alone, time_op
 from coop_plan.runtime.capture.sized_numbers import plain
 from coop_plan.runtime.device.build import arena as extension
@@ -31,6 +32,7 @@ from coop_plan.runtime.torch_internals.ops import (
     OpOverload,
     argument_names,
     has_no_memory,
+    is_mutable,
     negative_view,
     storage_key,
     tree_flatten,
@@ -430,13 +432,20 @@ def _measure(
     result, events, in_workers = _record(partial(target, *args, **kwargs), device is not None)
     results = tree_flatten(result)[0]
     outputs, allocations, workspace = summarize_events(events, inputs, results, target, alignment)
-    del result, results
+    first = None if device is None or _is_update(target) else checksums(results)
+    del result, results  # a second run has their memory
+    differs = first is not None and checksums(tree_flatten(target(*args, **kwargs))[0]) != first
     if cost_us is None:
         kernel = BOXED_KERNELS.get(target) if isinstance(target, OpOverload) else None
         run = partial(target, *args, **kwargs) if kernel is None else lambda: kernel([*args[0]])
         slots = slots_alone(allocations, workspace, alignment)
         cost_us = time_op(run, slots, _bytes_read(args, kwargs), device)
-    return OpProfile(cost_us, outputs, allocations, workspace, in_workers)
+    return OpProfile(cost_us, outputs, allocations, workspace, in_workers, differs)
+
+
+def _is_update(target: object) -> bool:
+    """True if an op overwrites its arguments: its second run has others."""
+    return isinstance(target, OpOverload) and is_mutable(target)
 
 
 def _cuda_device(values: list[Any]) -> int | None:

@@ -100,12 +100,17 @@ def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """Dropout with a mask of one byte an element, where its result equals eager's.
 
     Eager multiplies by noise / (1 - p), computed in the type of the input. The kernel with a mask
-    multiplies by 1 / (1 - p), rounded once.
+    multiplies by 1 / (1 - p), rounded once. Its noise is drawn in the order of the memory, and
+    functionalization draws in that of the dimensions.
     """
     if train and 0 < p < 1 and _mask_scale_is_exact(values.dtype, p):
         return torch.native_dropout(values, p, train)[0]
-    result: torch.Tensor = run_composite(_DROPOUT, values, p, train)
-    return result
+    if values.is_contiguous():
+        result: torch.Tensor = run_composite(_DROPOUT, values, p, train)
+        return result
+    order = sorted(range(values.dim()), key=lambda dim: -values.stride()[dim])
+    result = run_composite(_DROPOUT, values.permute(order), p, train)
+    return result.permute([order.index(dim) for dim in range(values.dim())])
 
 
 def _mask_scale_is_exact(dtype: torch.dtype, p: float) -> bool:

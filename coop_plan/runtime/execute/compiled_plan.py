@@ -30,8 +30,8 @@ class CompiledPlan:
     `forward(invocation, inputs)` returns outputs and saved tensors; `backward(invocation, saved +
     tangents)` returns gradients. Each empties its list, so that no tensor outlives its last use.
     `saved_inputs`, `inputs_read` and `updated_inputs` are as in `lower_to_fx.Halves`. `replayed`
-    has the generators of random ops that run more than once, by op. `outputs` is where the step's
-    outputs lie, as in `Plan`.
+    has the generators of random ops that run more than once, by op; the `redraws` of a half are its
+    recomputed runs of them. `outputs` is where the step's outputs lie, as in `Plan`.
 
     `room` are the bytes of the budget that are left for arenas, `arena_bytes` those of its own: on
     CUDA more than the plan's, within `room`, if the optimizer's temporaries take more (`loans.py`).
@@ -108,8 +108,8 @@ class CompiledPlan:
         self.saved_inputs = halves.saved_inputs
         self.inputs_read = halves.inputs_read
         self.updated_inputs = halves.updated_inputs
-        self.forward = self._lower(captured.module, halves.forward)
-        self.backward = self._lower(captured.module, halves.backward)
+        self.forward, self.forward_redraws = self._lower(captured.module, halves.forward)
+        self.backward, self.backward_redraws = self._lower(captured.module, halves.backward)
 
     def producer(self, slot: int) -> str:
         """The producer of the tensor in a slot, for messages."""
@@ -123,13 +123,16 @@ class CompiledPlan:
         """Executor of the plan's transfers for one invocation; None without transfers."""
         return None if self._program is None else TransferRunner(self._program, self._clock)
 
-    def _lower(self, module: fx.GraphModule, graph: fx.Graph) -> Callable[..., Any]:
-        """Straight-line code of a half, with the constants of `module`.
+    def _lower(
+        self, module: fx.GraphModule, graph: fx.Graph
+    ) -> tuple[Callable[..., Any], Sequence[int]]:
+        """Straight-line code of a half, with the constants of `module`, and its redraws.
 
         Each op enters its arena slots first; random ops save or restore their generator's state.
         """
         invocation = graph.find_nodes(op="placeholder")[0]
         kind: bool | None = None
+        redraws = []
         for node in list(graph.nodes):
             number = node.meta.get(OCCURRENCE)
             if number is None:
@@ -148,9 +151,10 @@ class CompiledPlan:
             if node.target in TAKING_INVOCATION:
                 node.args = (invocation, *node.args[1:])
             if op in self.replayed and again:
+                redraws.append(op)
                 with graph.inserting_after(node):
                     graph.call_method("resume_generator", (invocation,))
-        return straight_line(graph, module)
+        return straight_line(graph, module), redraws
 
 
 def _final_gradients(captured: Captured, index: PlanIndex) -> dict[int, int]:

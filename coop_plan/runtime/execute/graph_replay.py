@@ -6,7 +6,8 @@ A graph holds addresses, so all that a replay touches stays at its place:
 - parameters and buffers are read where they are; if one moves, the halves are captured again;
 - other inputs, and the gradients of the outputs, are copied into places of the graphs' own;
 - results stay in the graph's memory. Before a replay overwrites one that is still held, it moves to
-  memory of PyTorch's allocator, as its holders see by the address alone.
+  memory of PyTorch's allocator, as its holders see by the address alone;
+- random ops draw by offsets that a replay is given: recomputed ones by those of their first runs.
 
 The plan has the bytes of the places and of the results (`joint_graph`). One call at a time uses the
 graphs: others run the plan's ops, as do calls that no graph can run. A line says why, once.
@@ -17,8 +18,7 @@ import gc
 import logging
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -26,12 +26,16 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from coop_plan.runtime.capture.graph_builder import device_of
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.distributed.collectives import collective_of
 from coop_plan.runtime.errors import CudaGraphError
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
+from coop_plan.runtime.execute.drawing_graph import DrawingGraph
+from coop_plan.runtime.execute.graph_places import copy_to_place, has_layout, is_on_device, place_of
 from coop_plan.runtime.execute.invocation import Invocation
+from coop_plan.runtime.execute.rng_state import default_generator
 from coop_plan.runtime.execute.straight_line import op_at
 from coop_plan.runtime.torch_internals.cuda import HostWaits
 from coop_plan.runtime.torch_internals.joint_graphs import is_primal
@@ -58,7 +62,16 @@ class GraphReplay:
             for op, node in zip(captured.graph.ops, captured.ops, strict=True)
             if collective_of(node.target) is not None
         ]
+        self._on_host = [
+            op.name
+            for op, node in zip(captured.graph.ops, captured.ops, strict=True)
+            if op.rng and device_of(node).type == "cpu"
+        ]
+        self._generator = default_generator(captured.device)
+        self._offsets: tuple[dict[int, int], dict[int, int]] = {}, {}
+        """By half, of the first runs of random ops that are recomputed, from its begin."""
         self._warm: CompiledPlan | None = None
+        self._is_backward_warm = False
         self._graphs: _Graphs | None = None
         self._captures = 0
         self._obstacle: str | None = None
@@ -71,8 +84,12 @@ class GraphReplay:
             self._log_once(reason)
             return compiled.forward(invocation, inputs)
         if compiled is not self._warm:
-            self._warm, self._graphs, self._captures, self._obstacle = compiled, None, 0, None
-            return self._watched(compiled.forward, invocation, inputs)
+            self._warm = self._graphs = self._obstacle = None
+            self._captures, self._is_backward_warm = 0, False
+            self._offsets = {}, {}
+            made = self._watched(compiled.forward, invocation, inputs, self._offsets[0])
+            self._warm = compiled
+            return made
         graphs = self._graphs
         if graphs is not None and graphs.is_in_use(invocation):
             self._log_once("another call of it waits for its backward")
@@ -82,11 +99,13 @@ class GraphReplay:
         if graphs is None or not graphs.fit(invocation, inputs):
             self._graphs = graphs = None  # with its memory
             if self._captures == MAX_CAPTURES:
-                self._refuse(f"its parameters or its arena moved {MAX_CAPTURES} times")
+                self._refuse(f"its parameters, arena or numbers changed {MAX_CAPTURES} times")
                 return compiled.forward(invocation, inputs)
             self._captures += 1
             try:
-                self._graphs = graphs = _Graphs(invocation, self._static, self._outputs)
+                self._graphs = graphs = _Graphs(
+                    invocation, self._static, self._outputs, self._offsets
+                )
             except RuntimeError as error:
                 self._refuse(_description(error, compiled.forward))
             if graphs is None:  # after the frames of the error, which hold tensors
@@ -100,26 +119,42 @@ class GraphReplay:
     def backward(self, invocation: Invocation, given: list[Any]) -> Any:
         """Gradients, as of `CompiledPlan.backward`; `given` is emptied."""
         graphs, compiled = invocation.graphs, invocation.compiled
-        if graphs is None:
-            if compiled is self._warm and self._graphs is None and self._obstacle is None:
-                return self._watched(compiled.backward, invocation, given)
-            return compiled.backward(invocation, given)
-        tangents = given[len(compiled.saved_inputs) :]
-        given.clear()
-        half = None
-        try:
-            half = graphs.backward(invocation, tangents)
-        except RuntimeError as error:
-            self._refuse(_description(error, compiled.backward))
-        if half is None:
+        is_first = compiled is self._warm and not self._is_backward_warm
+        if graphs is not None:
+            tangents = given[len(compiled.saved_inputs) :]
+            given.clear()
+            half = None
+            try:
+                if not is_first and graphs.fit(invocation, invocation.inputs):
+                    half = graphs.backward(invocation, tangents)
+            except RuntimeError as error:
+                self._refuse(_description(error, compiled.backward))
+            if half is not None:
+                return graphs.replay_backward(half, invocation, tangents)
             invocation.restart()
-            return compiled.backward(invocation, [*graphs.saved(invocation), *tangents])
-        return graphs.replay_backward(half, invocation, tangents)
+            given += [*graphs.saved(invocation), *tangents]
+            del tangents
+        if not is_first or self._obstacle is not None:
+            return compiled.backward(invocation, given)
+        made = self._watched(compiled.backward, invocation, given, self._offsets[1])
+        self._is_backward_warm = True
+        return made
 
-    def _watched(self, half: Callable[..., Any], invocation: Invocation, given: list[Any]) -> Any:
-        """Run the ops of a half, and refuse one that makes the host wait: no graph has it."""
+    def _watched(
+        self,
+        half: Callable[..., Any],
+        invocation: Invocation,
+        given: list[Any],
+        offsets: dict[int, int],
+    ) -> Any:
+        """Run the ops of a half, and refuse one that makes the host wait: no graph has it.
+
+        `offsets` gets those of its random ops that are recomputed.
+        """
+        before, begin = {*invocation.states}, self._generator.state()
         with HostWaits() as waits:
             made = half(invocation, given)
+        offsets |= {op: s[1] - begin[1] for op, s in invocation.states.items() if op not in before}
         if waits.found is not None:
             file, line = waits.found
             op = op_at(half, file, line) or f"{file}:{line}"
@@ -131,8 +166,8 @@ class GraphReplay:
         compiled, memory = invocation.compiled, invocation.memory
         if self._collectives:
             return f"{self._collectives[0]} was not seen to work in one"
-        if compiled.uncapturable:
-            return f"it recomputes {compiled.uncapturable[0]}, which draws random numbers"
+        if self._on_host:
+            return f"{self._on_host[0]} draws its random numbers on the CPU"
         if compiled.outputs == "gradients":
             return 'outputs="gradients" has them in the arena'
         if compiled.consumed:
@@ -169,14 +204,20 @@ class _Graphs:
     A backward is captured for each set of held gradients, whose addresses it has.
     """
 
-    def __init__(self, invocation: Invocation, static: Sequence[int], outputs: int) -> None:
-        self._compiled, self._outputs = invocation.compiled, outputs
+    def __init__(
+        self,
+        invocation: Invocation,
+        static: Sequence[int],
+        outputs: int,
+        offsets: Sequence[Mapping[int, int]],
+    ) -> None:
+        self._compiled, self._outputs, self._offsets = invocation.compiled, outputs, offsets
         self._block = weakref.ref(_block_of(invocation))
         self._user = weakref.ref(invocation)
-        on_device = [i for i, value in enumerate(invocation.inputs) if _is_on_device(value)]
+        on_device = [i for i, value in enumerate(invocation.inputs) if is_on_device(value)]
         self._static = [i for i in static if i in on_device]
         self._addresses = self._addresses_of(invocation.inputs)
-        self._places = {i: _place(invocation.inputs[i]) for i in on_device if i not in static}
+        self._places = {i: place_of(invocation.inputs[i]) for i in on_device if i not in static}
         if written := self._places.keys() & self._compiled.updated_inputs:
             raise CudaGraphError(f"it overwrites its input {min(written)}")
         self._baked = {
@@ -198,7 +239,7 @@ class _Graphs:
                 self._outside[i] = positions.get(id(value), len(values) - 1)
         self._forward = _Half(graph, values, given)
         self._tangents: list[Any] | None = None
-        self._backwards: dict[tuple[tuple[int, int], ...], _Half] = {}
+        self._backwards: dict[tuple[object, ...], _Half] = {}
 
     def _addresses_of(self, inputs: Sequence[Any]) -> list[int]:
         return [inputs[i].data_ptr() for i in self._static]
@@ -227,15 +268,19 @@ class _Graphs:
 
     def _capture_forward(
         self, invocation: Invocation, given: list[Any]
-    ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
-        return _capture(invocation, lambda: self._compiled.forward(invocation, [*given]))
+    ) -> tuple[DrawingGraph, Sequence[Any]]:
+        redraws = self._compiled.forward_redraws
+        graph = DrawingGraph(_block_of(invocation).device, redraws, self._offsets[0])
+        return graph, _capture(
+            graph, invocation, lambda: self._compiled.forward(invocation, [*given])
+        )
 
     def replay_forward(self, invocation: Invocation, inputs: Sequence[Any]) -> Sequence[Any]:
         """Outputs of a forward, and saved tensors: stand-ins for those that only graphs read."""
         self._user, invocation.graphs = weakref.ref(invocation), self
         for i, place in self._places.items():
-            _copy_to_place(inputs[i], place)
-        values = self._forward.replay(inputs)
+            copy_to_place(inputs[i], place)
+        values = self._forward.replay(inputs, invocation)
         for i in self._compiled.updated_inputs:
             increment_version(inputs[i])
         saved = [self._in_arena] * len(self._compiled.saved_inputs)
@@ -259,20 +304,21 @@ class _Graphs:
     def backward(self, invocation: Invocation, tangents: Sequence[Any]) -> "_Half":
         """The backward that adds to the gradients held now, captured if there is none."""
         if self._tangents is None:
-            self._tangents = [_place(t) if _is_on_device(t) else t for t in tangents]
-        if any(
-            not _has_layout(place, t) for place, t in zip(self._tangents, tangents, strict=True)
-        ):
+            self._tangents = [place_of(t) if is_on_device(t) else t for t in tangents]
+        if any(not has_layout(place, t) for place, t in zip(self._tangents, tangents, strict=True)):
             raise CudaGraphError("gradients of its outputs have another layout than before")
-        key = tuple((p, gradient.data_ptr()) for p, gradient in invocation.held.items())
+        key = tuple((p, g.data_ptr(), g.stride()) for p, g in invocation.held.items())
         found = self._backwards.get(key)
         if found is None:
             if len(self._backwards) == MAX_CAPTURES:
                 raise CudaGraphError(f"gradients that it adds to moved {MAX_CAPTURES} times")
             given = [*self.saved(invocation), *self._tangents]
             theirs = _addresses([*given, *invocation.held.values()])  # no reference: they die
-            graph, made = _capture(
-                invocation, lambda: _copied_out(self._compiled.backward(invocation, given), theirs)
+            redraws = self._compiled.backward_redraws
+            graph = DrawingGraph(_block_of(invocation).device, redraws, self._offsets[1])
+            made = _capture(
+                *(graph, invocation),
+                lambda: _copied_out(self._compiled.backward(invocation, given), theirs),
             )
             found = self._backwards[key] = _Half(graph, made, ())
         return found
@@ -283,9 +329,9 @@ class _Graphs:
         """Gradients of a backward."""
         assert self._tangents is not None
         for place, tangent in zip(self._tangents, tangents, strict=True):
-            if _is_on_device(place):
-                _copy_to_place(tangent, place)
-        made = half.replay(())
+            if is_on_device(place):
+                copy_to_place(tangent, place)
+        made = half.replay((), invocation)
         increment_version(invocation.held.values())
         return made
 
@@ -296,17 +342,15 @@ class _Half:
     `values` may be `inputs` of the capture: a replay returns those of its call instead.
     """
 
-    def __init__(
-        self, graph: torch.cuda.CUDAGraph, values: Sequence[Any], inputs: Sequence[Any]
-    ) -> None:
+    def __init__(self, graph: DrawingGraph, values: Sequence[Any], inputs: Sequence[Any]) -> None:
         self._graph = graph
         self._storages: list[torch.UntypedStorage] = []
         self._makers: list[Callable[[Sequence[Any]], Any]] = []
-        given = {id(value): i for i, value in enumerate(inputs) if _is_on_device(value)}
+        given = {id(value): i for i, value in enumerate(inputs) if is_on_device(value)}
         theirs = {inputs[i].untyped_storage().data_ptr() for i in given.values()}
         numbers: dict[int, int] = {}
         for value in values:
-            if not _is_on_device(value):
+            if not is_on_device(value):
                 self._makers.append(partial(_constant, value))
             elif id(value) in given:
                 self._makers.append(itemgetter(given[id(value)]))
@@ -320,12 +364,13 @@ class _Half:
                 layout = value.dtype, value.storage_offset(), value.size(), value.stride()
                 self._makers.append(partial(_tensor, self._storages, number, layout))
 
-    def replay(self, inputs: Sequence[Any]) -> list[Any]:
+    def replay(self, inputs: Sequence[Any], invocation: Invocation) -> list[Any]:
         """Run the graph, after results of earlier replays that are still held have moved."""
-        for i, storage in enumerate(self._storages):
-            if is_shared(storage):
-                self._storages[i] = cuda.copy_out(storage, storage.device.index)
-        self._graph.replay()
+        for i in range(len(self._storages)):
+            if is_shared(self._storages, i):
+                device = self._storages[i].device.index
+                self._storages[i] = cuda.copy_out(self._storages[i], device)
+        self._graph.replay(invocation.states)
         return self.tensors(inputs)
 
     def tensors(self, inputs: Sequence[Any]) -> list[Any]:
@@ -334,31 +379,27 @@ class _Half:
 
 
 def _capture(
-    invocation: Invocation, half: Callable[[], Sequence[Any]]
-) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
-    """A graph of what a half asks of the device, and its results; nothing runs."""
-    device = invocation.compiled.arena.device
+    graph: DrawingGraph, invocation: Invocation, half: Callable[[], Sequence[Any]]
+) -> Sequence[Any]:
+    """Capture what a half asks of the device, and return its results; nothing runs."""
+    device = _block_of(invocation).device
     torch.cuda.synchronize(device)
     gc.collect()  # a collection in the capture might ask the device what a capture forbids
     torch.cuda.empty_cache()
-    graph, side = torch.cuda.CUDAGraph(), _side_stream(device)
+    side = _side_stream(device)
     current = torch.cuda.current_stream(device)
     side.wait_stream(current)
-    with torch.cuda.stream(side):
-        # PyTorch runs the two halves on two threads: only this one's calls are checked.
-        graph.capture_begin(capture_error_mode="thread_local")
+    with torch.cuda.stream(side), graph.capturing():
+        invocation.draws = graph
         try:
             made = half()
             if invocation.transfers is not None:
                 invocation.transfers.join()
-        except BaseException:
-            with suppress(RuntimeError):
-                graph.capture_end()
-            raise
+        finally:
+            invocation.draws = None
         invocation.compiled.arena.pause()
-        graph.capture_end()
     current.wait_stream(side)
-    return graph, made
+    return made
 
 
 @functools.cache
@@ -369,7 +410,7 @@ def _side_stream(device: int | None) -> torch.cuda.Stream:
 
 def _addresses(values: Sequence[Any]) -> set[int]:
     """Addresses of the storages of tensors."""
-    return {value.untyped_storage().data_ptr() for value in values if _is_on_device(value)}
+    return {value.untyped_storage().data_ptr() for value in values if is_on_device(value)}
 
 
 def _copied_out(values: Sequence[Any], theirs: set[int]) -> Sequence[Any]:
@@ -396,42 +437,6 @@ def _is_in(value: torch.Tensor, invocation: Invocation) -> bool:
     """True if a tensor lies in the arena."""
     block = _block_of(invocation)
     return block.address <= value.data_ptr() < block.address + block.size
-
-
-def _is_on_device(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "cuda"
-
-
-def _place(value: torch.Tensor) -> torch.Tensor:
-    """A copy of an input, with its strides.
-
-    Raises:
-        CudaGraphError: no copy can have its layout.
-    """
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
-        raise CudaGraphError(f"an input is a {type(value).__name__} of layout {value.layout}")
-    place = torch.empty_strided(
-        value.size(), value.stride(), dtype=value.dtype, device=value.device
-    )
-    _copy_to_place(value, place)
-    return place
-
-
-def _copy_to_place(value: torch.Tensor, place: torch.Tensor) -> None:
-    """Copy a tensor to its place; of dimensions that are expanded, the first index."""
-    for dim, step in enumerate(place.stride()):
-        if step == 0 and place.size(dim) > 1:
-            value, place = value.narrow(dim, 0, 1), place.narrow(dim, 0, 1)
-    place.copy_(value)
-
-
-def _has_layout(place: object, value: object) -> bool:
-    """True if a value has the layout of its place, or is the same without one."""
-    if isinstance(place, torch.Tensor) and isinstance(value, torch.Tensor):
-        return (place.dtype, place.size(), place.stride(), place.device) == (
-            *(value.dtype, value.size(), value.stride(), value.device),
-        )
-    return place is value
 
 
 def _equal(value: Any, baked: Any) -> bool:

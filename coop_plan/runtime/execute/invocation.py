@@ -18,6 +18,7 @@ from coop_plan.runtime.capture.sized_numbers import Numbers
 from coop_plan.runtime.device.arena import Memory, Run, counted_bytes
 from coop_plan.runtime.errors import StepSpentError
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
+from coop_plan.runtime.execute.drawing_graph import DrawingGraph
 from coop_plan.runtime.execute.homes import Copy
 from coop_plan.runtime.execute.host_updates import HostUpdates
 from coop_plan.runtime.execute.rng_state import Generator
@@ -77,11 +78,14 @@ class Invocation:
         self.memory: Memory | None = None
         self.graphs: Any = None
         """The CUDA graphs whose replay was its forward (`graph_replay`)."""
+        self.draws: DrawingGraph | None = None
+        """The graph into which a half is being captured."""
+        self.states: dict[int, Any] = {}
+        """States of the generators at the first runs of random ops that are recomputed, by op."""
         self.rerun_reason = "it ran a backward already (retain_graph=True)"
         self._number = next(_numbers)
         self._handle: object = None
         self._start = [(generator, generator.state()) for generator in generators]
-        self._states: dict[int, Any] = {}
         self._interrupted: tuple[Generator, Any] | None = None
         self._versions: Sequence[int] = ()
         self._saved_versions: Sequence[int] = ()
@@ -142,7 +146,7 @@ class Invocation:
 
     def release_arena(self, taken_by: str) -> None:
         """Release the memory, for `taken_by`."""
-        self.saved, self.memory, self._states = None, None, {}
+        self.saved, self.memory, self.states = None, None, {}
         self.use_plan(self._alone)
         self.rerun_reason = f"{taken_by} needed its memory"
 
@@ -237,22 +241,29 @@ class Invocation:
     def finish(self) -> None:
         """Release the memory after the backward; the gradients in it keep their part alive."""
         self.held, self.leaves, self.handed, self.used = {}, {}, (), {}
-        self.memory, self._states = None, {}
+        self.memory, self.states = None, {}
 
     def save_generator(self, op: int) -> None:
         """Save the generator's state before the first run of a random op."""
+        if self.draws is not None:  # a replay computes it
+            return
         self.compiled.arena.pause()
-        self._states[op] = self.compiled.replayed[op].state()
+        self.states[op] = self.compiled.replayed[op].state()
 
     def restore_generator(self, op: int) -> None:
         """Restore that state before the op is recomputed."""
         self.compiled.arena.pause()
+        if self.draws is not None:
+            self.draws.recompute()
+            return
         generator = self.compiled.replayed[op]
         self._interrupted = generator, generator.state()
-        generator.set(self._states[op])
+        generator.set(self.states[op])
 
     def resume_generator(self) -> None:
         """Restore the generator's state after a recomputed op ran or failed."""
+        if self.draws is not None:
+            self.draws.resume()
         if self._interrupted is not None:
             self.compiled.arena.pause()
             generator, state = self._interrupted

@@ -1,4 +1,4 @@
-"""In-place compilation of the modules and methods that a framework calls."""
+"""In-place compilation and replacement of the modules and methods that a framework calls."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from coop_plan.runtime.errors import OptionsError
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.torch_internals.dynamo import compiled_call, set_compiled_call
 
@@ -48,3 +49,27 @@ def compile_method(owner: object, name: str, arguments: Mapping[str, Any]) -> Ca
             delattr(found, name)
 
     return undo
+
+
+class Replacements:
+    """Functions that are attributes of objects in place of their methods, until `undo`."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[object, str]] = []
+
+    def set(self, owner: object, name: str, function: Callable[..., Any]) -> None:
+        """Have `owner.name` be the function."""
+        setattr(owner, name, function)
+        self._made.append((owner, name))
+
+    def undo(self) -> None:
+        """Have all methods be those of the classes again."""
+        while self._made:
+            delattr(*self._made.pop())
+
+
+def refuse(reasons: Mapping[str, object]) -> None:
+    """Raise an OptionsError with the first reason that applies: whose value is true."""
+    for reason, applies in reasons.items():
+        if applies:
+            raise OptionsError(reason)

@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 
 from coop_plan.runtime.errors import OptionsError, RuntimeRefusalError
-from coop_plan.runtime.integrations.inplace import compile_module, coop
+from coop_plan.runtime.integrations.inplace import Replacements, compile_module, coop, refuse
 from coop_plan.runtime.reports import steps_run
 from coop_plan.runtime.whole_iteration.train_iteration import TrainIteration, train_iteration
 
@@ -86,7 +86,7 @@ class _Iterations(TrainerCallback):
     def __init__(self, trainer: Trainer, options: dict[str, Any]) -> None:
         self._trainer = trainer
         self._options = options
-        self._replaced: list[tuple[Any, str]] = []
+        self._replaced = Replacements()
         self._given: tuple[list[Any], Any] = ([], None)
         self._losses: list[torch.Tensor] = []
         self._iteration: TrainIteration
@@ -95,7 +95,7 @@ class _Iterations(TrainerCallback):
         self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any
     ) -> None:
         trainer, accelerator = self._trainer, self._trainer.accelerator
-        self._undo()  # what a training that failed left
+        self._replaced.undo()  # what a training that failed left
         self._losses.clear()
         _refuse(trainer)
         model = trainer.model_wrapped
@@ -121,7 +121,7 @@ class _Iterations(TrainerCallback):
 
         def get_batch_samples(*given: Any) -> tuple[list[Any], Any]:
             if self not in trainer.callback_handler.callbacks:  # after a training that failed
-                self._undo()
+                self._replaced.undo()
             self._losses.clear()
             self._given = type(trainer).get_batch_samples(trainer, *given)
             return self._given
@@ -129,21 +129,15 @@ class _Iterations(TrainerCallback):
         self._iteration = train_iteration(
             loss_of, optimizer.optimizer, clip_norm=args.max_grad_norm or None, **self._options
         )
-        self._iteration.serve_loop(model.parameters())
-        for owner, function in ((trainer, training_step), (trainer, get_batch_samples)):
-            self._replace(owner, function.__name__, function)
-        self._replace(accelerator, "clip_grad_norm_", lambda *_, **__: self._iteration.grad_norm)
-
-    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        setattr(owner, name, function)
-        self._replaced.append((owner, name))
+        self._iteration.serve_loop()
+        self._iteration.sum_norm_in_order_of(model.parameters())
+        replace = self._replaced.set
+        replace(trainer, "training_step", training_step)
+        replace(trainer, "get_batch_samples", get_batch_samples)
+        replace(accelerator, "clip_grad_norm_", lambda *_, **__: self._iteration.grad_norm)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._undo()
-
-    def _undo(self) -> None:
-        while self._replaced:
-            delattr(*self._replaced.pop())
+        self._replaced.undo()
 
 
 def _refuse(trainer: Trainer) -> None:
@@ -162,7 +156,7 @@ def _refuse(trainer: Trainer) -> None:
         for one, name in itertools.product(callbacks, ("on_substep_end", "on_pre_optimizer_step"))
         if getattr(type(one), name) is not getattr(TrainerCallback, name)
     ]
-    refused = {
+    reasons = {
         f"{type(trainer).__name__}.{', '.join(own)} would not run: override compute_loss": bool(
             own
         ),
@@ -182,6 +176,4 @@ def _refuse(trainer: Trainer) -> None:
             args.n_gpu > 1 or accelerator.distributed_type != DistributedType.NO
         ),
     }
-    for reason, applies in refused.items():
-        if applies:
-            raise OptionsError(reason)
+    refuse(reasons)

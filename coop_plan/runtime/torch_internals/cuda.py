@@ -40,6 +40,23 @@ def keep_busy(cycles: int) -> None:
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
+def end_capture(graph: torch.cuda.CUDAGraph, device: int, pool: tuple[int, int]) -> None:
+    """End the capture of a graph into a memory pool; the pool of one that failed is released.
+
+    Assumed: `capture_end` raises before it ends the allocations to the pool, which the allocator
+    then takes for a capture under way: `empty_cache` fails (aten/src/ATen/cuda/CUDAGraph.cpp).
+
+    Raises:
+        RuntimeError: the capture failed.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+        raise
+
+
 class HostWaits:
     """Context that notes the file and line of the first op that makes the host wait, if any.
 

@@ -1,6 +1,7 @@
 """Schemas of ops, and storages of tensors."""
 
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,9 +71,13 @@ def storage_reference(tensor: torch.Tensor) -> Callable[[], torch.UntypedStorage
     return lambda: torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
-def is_shared(storage: torch.UntypedStorage) -> bool:
-    """True if a tensor has the storage: something besides this Python object of it."""
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 1)
+def is_shared(storages: Sequence[torch.UntypedStorage], i: int) -> bool:
+    """True if something besides this sequence has storage `i`: a tensor, or Python code itself.
+
+    Assumed: a storage has one Python object while that is alive.
+    """
+    used = torch._C._storage_Use_Count(storages[i]._cdata)
+    return bool(used > 1) or sys.getrefcount(storages[i]) > 2
 
 
 def storage_object(storage: torch.UntypedStorage) -> int:

@@ -183,14 +183,16 @@ class TrainIteration:
             )
         return losses[0] if len(losses) == 1 else losses
 
-    def serve_loop(self, parameters: Iterable[torch.Tensor]) -> None:
+    def serve_loop(self) -> None:
         """Be called by a framework's loop, which steps the optimizers after each call.
 
         The steps have no gradients, and run hooks and schedulers. A scaler's are called as
-        `scaler.step(optimizer)`, and its `update` after them. `parameters` are those that the
-        loop clips, in its order, in which the norm is summed.
+        `scaler.step(optimizer)`, and its `update` after them.
         """
         self._steps = False
+
+    def sum_norm_in_order_of(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Sum the norm of the gradients in the order of these parameters, all that are clipped."""
         self._updates.order = {id(parameter): i for i, parameter in enumerate(parameters)}
 
     def _finish(self) -> None:

@@ -32,7 +32,8 @@ from coop_plan.runtime.torch_internals.ops import (
 )
 from coop_plan.runtime.whole_iteration.scaling import Scaling
 
-MEASURED_STEPS = 3
+MEASURED_STEPS = 8
+"""Updates of a measurement; the last one's memory is planned. RAdam's takes more from step 6 on."""
 
 GRADIENT = 0.25
 """Elements of the gradient by which an update is measured."""

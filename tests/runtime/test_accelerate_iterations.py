@@ -1,0 +1,210 @@
+"""Whole iterations of a loop of Accelerate's: numbers of the loop in eager."""
+
+import pytest
+import torch
+from torch import nn
+
+import coop_plan
+from coop_plan import runtime
+from tests.runtime.iterating import OPTIMIZERS, WIDTH, Net, equal, state_of
+
+accelerate = pytest.importorskip("accelerate")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the framework's own
+
+ROWS, BATCH = 210, 32  # 7 batches an epoch, of which the last one is smaller
+
+
+@pytest.fixture(autouse=True)
+def _new_state():
+    """Accelerate keeps precision and accumulation for the process."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+    torch._dynamo.reset()
+
+
+class Loop:
+    """A loop's parts: prepared model, optimizer, batches and schedule."""
+
+    def __init__(self, optimizer="adamw", **arguments):
+        self.accelerator = accelerate.Accelerator(cpu=True, **arguments)
+        model = Net(2)
+        made = OPTIMIZERS[optimizer](model.parameters())
+        schedule = torch.optim.lr_scheduler.ExponentialLR(made, 0.7)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(ROWS, WIDTH, generator=generator)
+        y = torch.randint(0, WIDTH, (ROWS,), generator=generator)
+        data = torch.utils.data.TensorDataset(x, y)
+        batches = torch.utils.data.DataLoader(data, BATCH, shuffle=True)
+        self.model, self.optimizer, self.batches, self.schedule = self.accelerator.prepare(
+            model, made, batches, schedule
+        )
+        self.losses, self.norms, self.rates = [], [], []
+
+    def loss_of(self, batch):
+        x, y = batch
+        return nn.functional.cross_entropy(self.model(x), y)
+
+    def state(self):
+        return state_of(self.model, self.optimizer)
+
+    def train_in_eager(self, clip_norm, epochs=2):
+        for _ in range(epochs):
+            for batch in self.batches:
+                with self.accelerator.accumulate(self.model):
+                    loss = self.loss_of(batch)
+                    self.losses.append(loss.detach())
+                    self.accelerator.backward(loss)
+                    if clip_norm is not None and self.accelerator.sync_gradients:
+                        parameters = self.model.parameters()
+                        self.norms.append(self.accelerator.clip_grad_norm_(parameters, clip_norm))
+                    self.optimizer.step()
+                    self.schedule.step()
+                    self.optimizer.zero_grad()
+                    self.rates += self.schedule.get_last_lr()
+
+    def planned(self, clip_norm, budget="60%", **options):
+        from coop_plan.runtime.integrations.accelerate import plan_iterations
+
+        given = {"method": "coop"} | options
+        return plan_iterations(
+            self.accelerator, self.loss_of, self.optimizer, budget, clip_norm=clip_norm, **given
+        )
+
+    def train(self, iteration, epochs=2):
+        for _ in range(epochs):
+            for batch in self.batches:
+                with self.accelerator.accumulate(self.model):
+                    losses = iteration(batch)
+                    self.losses += losses
+                    if losses and iteration.grad_norm is not None:
+                        self.norms.append(iteration.grad_norm)
+                    self.schedule.step()
+                    self.rates += self.schedule.get_last_lr()
+
+
+def assert_same(eager, ours):
+    assert equal(eager.losses, ours.losses)
+    assert equal(eager.norms, ours.norms)
+    assert eager.rates == ours.rates
+    assert equal(eager.state(), ours.state())
+
+
+def assert_within_budget(steps):
+    reports = coop_plan.reports()
+    assert sum(report.steps_run for report in reports) == steps
+    for report in reports:
+        assert {op.phase for op in report.graph.ops} == {"forward", "backward", "optimizer"}
+        assert report.outside_bytes == 0
+        assert report.measured_peak_bytes <= report.budget_bytes
+
+
+CASES = [
+    ({}, None),
+    ({"gradient_accumulation_steps": 3, "optimizer": "momentum"}, 0.05),
+    ({"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}, 0.5),
+    ({"optimizer": "adafactor", "mixed_precision": "bf16"}, None),
+]
+
+
+@pytest.mark.parametrize(("arguments", "clip_norm"), CASES)
+def test_a_loop_has_its_numbers(arguments, clip_norm):
+    """With a last accumulation of an epoch that is incomplete."""
+    eager, ours = Loop(**arguments), Loop(**arguments)
+    torch.manual_seed(2)
+    eager.train_in_eager(clip_norm)
+    torch.manual_seed(2)
+    ours.train(ours.planned(clip_norm))
+    assert len(ours.losses) == 14
+    assert_same(eager, ours)
+    assert_within_budget(2 * -(-7 // arguments.get("gradient_accumulation_steps", 1)))
+
+
+def test_a_loop_saves_and_resumes(tmp_path):
+    """From eager to planned and back, with `save_state` between epochs."""
+    eager, ours = Loop(), Loop()
+    iteration = ours.planned(0.1, "min")
+    for train, loop, name in (
+        (lambda: eager.train_in_eager(0.1, epochs=1), eager, "eager"),
+        (lambda: ours.train(iteration, epochs=1), ours, "ours"),
+    ):
+        torch.manual_seed(2)
+        train()
+        loop.accelerator.save_state(str(tmp_path / name))
+        train()
+    assert_same(eager, ours)
+    eager.accelerator.load_state(str(tmp_path / "ours"))  # with the random numbers of then
+    eager.train_in_eager(0.1, epochs=1)
+    ours.accelerator.load_state(str(tmp_path / "eager"))
+    ours.train(iteration, epochs=1)
+    assert_same(eager, ours)
+    assert_within_budget(3 * 7)
+
+
+def test_the_norm_is_summed_in_the_order_of_the_model():
+    """Which `clip_grad_norm_(model.parameters(), ...)` has, in whatever groups they are."""
+    loops = []
+    for planned in (False, True):
+        loop = Loop()
+        groups = [{"params": []}, {"params": []}]
+        for parameter in loop.model.parameters():
+            groups[parameter.dim() == 2]["params"].append(parameter)
+        loop.optimizer = loop.accelerator.prepare(torch.optim.SGD(groups, 0.05))
+        torch.manual_seed(2)
+        if planned:
+            loop.train(loop.planned(0.01))
+        else:
+            loop.train_in_eager(0.01)
+        loops.append(loop)
+    assert_same(*loops)
+
+
+def test_a_loss_within_autocast_and_an_optimizer_that_is_not_prepared():
+    class Autocast(Loop):
+        def loss_of(self, batch):
+            with self.accelerator.autocast():
+                return super().loss_of(batch)
+
+    eager, ours = Autocast(mixed_precision="bf16"), Autocast(mixed_precision="bf16")
+    torch.manual_seed(2)
+    eager.train_in_eager(None)
+    torch.manual_seed(2)
+    prepared, ours.optimizer = ours.optimizer, ours.optimizer.optimizer
+    ours.train(ours.planned(None))
+    ours.optimizer = prepared
+    assert_same(eager, ours)
+
+
+def extra_parameter(loop):
+    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def half(loop):
+    """As on a device with float16, which Accelerate refuses on the CPU."""
+    loop.accelerator.scaler = torch.amp.GradScaler("cpu")
+
+
+def processes(loop):
+    loop.accelerator.state.distributed_type = accelerate.utils.DistributedType.MULTI_CPU
+
+
+def compiles(loop):
+    loop.accelerator.state.dynamo_plugin.backend = accelerate.utils.DynamoBackend.AOT_EAGER
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (extra_parameter, "no prepared model has"),
+        (half, "mixed_precision=fp16"),
+        (processes, "more than one device"),
+        (compiles, "dynamo_plugin"),
+    ],
+)
+def test_what_a_loop_cannot_have_is_refused(change, reason):
+    loop = Loop()
+    change(loop)
+    with pytest.raises(runtime.OptionsError, match=reason):
+        loop.planned(1.0)
+    with pytest.raises(runtime.OptionsError, match="bugdet"):
+        loop.planned(1.0, bugdet=1)
