@@ -97,6 +97,9 @@ class PlannedIteration:
         def updating(at: int, update: ParameterUpdate) -> Callable[..., None]:
             def run(gradient: torch.Tensor, *copies: torch.Tensor | Copy) -> None:
                 all_or_none.begin(len(self._homes_of))
+                if update.is_skipped:
+                    all_or_none.skip()
+                    return
                 with self._homes.exchanged(self._copied_homes(at, copies)):
                     update(gradient)
                 all_or_none.end()
@@ -106,7 +109,10 @@ class PlannedIteration:
         def on_host(update: ParameterUpdate) -> Callable[[Copied], None]:
             def start(copied: Copied) -> None:
                 all_or_none.begin(len(self._homes_of))
-                host.start(copied, update)
+                if update.is_skipped:
+                    all_or_none.skip()
+                else:
+                    host.start(copied, update)
 
             return start
 
