@@ -58,6 +58,19 @@ class Net(nn.Module):
         return x.float() + self.none.sum() + self.shift
 
 
+class Scalars(Net):
+    """Layers of several dtypes, and a scalar of each."""
+
+    def __init__(self):
+        super().__init__((torch.bfloat16, torch.float32, torch.float64))
+        self.scales = nn.ParameterList(
+            torch.tensor(1.5, dtype=layer.weight.dtype) for layer in self.layers
+        )
+
+    def forward(self, x):
+        return super().forward(x) * sum(scale.float() for scale in self.scales)
+
+
 def loss_of(model):
     def loss(batch):
         x, y, all_of, shift = batch
@@ -154,6 +167,14 @@ def test_an_iteration_is_the_loops(optimizer, clip_norm):
         pair.compare(batches_of(step, 1, *factors))
     assert len(coop_plan.reports()) == 1
     assert pair.scaler.get_scale() == 2.0**9
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("optimizer", ["momentum", "sgd-fused"])
+def test_scalars_keep_their_dtypes(optimizer, clip_norm):
+    pair = Pair(optimizer, "min", clip_norm, Scalars)
+    for step, factors in enumerate([INFINITE[at] for at in (1, 0, 0)]):
+        pair.compare(batches_of(step, 2, *factors))
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))

@@ -181,10 +181,7 @@ class _Builder:
         one = self._call(aten.ones_like.default, loss)
         if self._scaled is None:
             return one
-        scale = self._call(aten.mul.Tensor, one, self._call(aten.select.int, self._record, 0, 0))
-        dtype = loss.meta["val"].dtype
-        same = scale.meta["val"].dtype == dtype
-        return scale if same else self._call(TO_COPY, scale, dtype=dtype)
+        return self._times(one, self._call(aten.select.int, self._record, 0, 0))
 
     def _accumulate(
         self, sums: dict[int, fx.Node], position: int, terms: Sequence[fx.Node], rank: int
@@ -312,7 +309,7 @@ class _Builder:
         inverse = self._call(TO_COPY, inverse, dtype=torch.float32)
         for at, gradient in gradients.items():
             factor = one if at in scaled.divided else inverse
-            gradients[at] = self._call(aten.mul.Tensor, gradient, factor)
+            gradients[at] = self._times(gradient, factor)
 
     def _clip(self, gradients: dict[int, fx.Node], limit: float) -> fx.Node:
         """Scale the gradients as `clip_grad_norm_` does without `foreach`; returns their norm."""
@@ -326,12 +323,15 @@ class _Builder:
         factor = self._call(aten.mul.Tensor, inverse, limit)
         factor = self._call(aten.clamp.default, factor, None, 1.0)
         for position, gradient in gradients.items():
-            dtype = gradient.meta["val"].dtype
-            scaled = self._call(aten.mul.Tensor, gradient, factor)
-            if scaled.meta["val"].dtype != dtype:  # a scalar's, which the loop writes in place
-                scaled = self._call(aten._to_copy.default, scaled, dtype=dtype)
-            gradients[position] = scaled
+            gradients[position] = self._times(gradient, factor)
         return total
+
+    def _times(self, value: fx.Node, factor: fx.Node) -> fx.Node:
+        """A tensor times a scalar, in the tensor's dtype."""
+        product = self._call(aten.mul.Tensor, value, factor)
+        dtype = value.meta["val"].dtype
+        same = product.meta["val"].dtype == dtype  # not that of a tensor without dimensions
+        return product if same else self._call(TO_COPY, product, dtype=dtype)
 
 
 def _losses(joint: fx.GraphModule, outputs: Sequence[Any]) -> dict[fx.Node, fx.Node]:
