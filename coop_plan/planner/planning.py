@@ -151,8 +151,12 @@ def _planned_with_homes(
 ) -> Plan:
     """The better of the plans with and without movable residents on the host.
 
-    With a time limit each search has half of it.
+    With a time limit each search has half of it. A process proves a bound during the second one, if
+    the method is exact.
     """
+    from coop_plan.planner.exact.dual.background import BoundingProcess
+    from coop_plan.planner.exact.params import DEFAULTS
+    from coop_plan.planner.homes.bound import with_bound
     from coop_plan.planner.homes.search import HomeSearch
 
     graph, limit = problem.graph, options.time_limit
@@ -175,8 +179,14 @@ def _planned_with_homes(
     everything = keep_all_peak(graph, options)
     budget = options.budget.resolve(everything)
     if budget is not None:
-        cheaper = search.cheapest(budget, math.inf if found is None else found.cost_us)
-        found = cheaper or found
+        with BoundingProcess() as process:
+            if options.info.anytime:
+                process.begin_with_homes(problem, budget)
+            cheaper = search.cheapest(budget, math.inf if found is None else found.cost_us)
+            found = cheaper or found
+            if found is not None:
+                found = with_bound(found, process, deadline or started + DEFAULTS.default_seconds)
+                verify(graph, found)
     if found is None and options.smallest and isinstance(refusal, InfeasibleBudgetError):
         least = search.smallest(everything)
         if least is not None and least.peak_bytes <= refusal.budget_bytes:

@@ -1,23 +1,24 @@
 """Linear program whose optimum no plan costs less, with movable residents and updates on the host.
 
 Time points are a chain of ops p_1, ..., p_m that run on the device, each an ancestor of the next,
-so that in every plan p_i first runs before p_(i+1) does. Segment i is the time from the begin of
-that run of p_i (of the step, for i = 0) to the begin of that of p_(i+1) (to the end of the step,
-for i = m). The columns (minimise the sum of T):
+so that in every plan p_i first runs before p_(i+1) does. Segment 2 i - 1 is the time of the first
+run of p_i, segment 2 i the time from its end (from the begin of the step, for i = 0) to the begin
+of the first run of p_(i+1) (to the end of the step, for i = m). The columns (minimise the sum of
+T):
 
-    T[i]     length of segment i
+    T[s]     length of segment s
     Y[t]     movable resident t has a home
     X[u]     op u runs on the host
     H[t, i]  tensor t has a buffer, or is a resident without a home, while p_i first runs
-    R[o, i]  op o is recomputed in segment i
-    P[t, i]  time of the prefetches of t in segment i, in units of one; O[t, i] of the first
+    R[o, s]  op o is recomputed in segment s
+    P[t, s]  time of the prefetches of t in segment s, in units of one; O[t, s] of the first
              offload of t that the plan needs
-    Z[u, i]  time in which the host computes u in segment i
+    Z[u, s]  time in which the host computes u in segment s
 
 A segment is as long as each engine is busy in it. Ops between two time points by data dependence
-run between them, all ops run within the step. A tensor that an op reads after p_j, but that has no
-buffer while p_j runs, is prefetched or recomputed between both. An overwritten resident with a home
-is offloaded after its last update, and before it leaves the device. At p_j its working set and the
+run between them, all ops run within the step. A tensor that an op reads after p_i, but that has no
+buffer while p_i runs, is prefetched or recomputed between both. An overwritten resident with a home
+is offloaded after its last update, and before it leaves the device. At p_i its working set and the
 other tensors with buffers fit. All of this holds for every order of the ops, in any variants.
 """
 
@@ -135,7 +136,7 @@ class HomesModel:
         self.order, self.problem, self.points = order, order.problem, points
         self.milp = Milp()
         self.unit_us = self.problem.base_cost_us / UNITS or 1.0
-        self.last = len(points)
+        self.last = 2 * len(points)
         self._locate()
         timeline = Timeline(self.problem.device)
         self._us = [
@@ -157,28 +158,35 @@ class HomesModel:
         before = self.order.before
         for i, point in enumerate(self.points, 1):
             for op in range(n):
-                if op == point or before[op] >> point & 1:
-                    self.begin[op] = i
+                if op == point:
+                    self.begin[op] = self.end[op] = 2 * i - 1
+                elif before[op] >> point & 1 and op not in self._point_set:
+                    self.begin[op] = 2 * i
                 elif before[point] >> op & 1:
-                    self.end[op] = min(self.end[op], i - 1)
+                    self.end[op] = min(self.end[op], 2 * i - 2)
+
+    def _after(self, op: int) -> int:
+        """The first segment that may begin after the first run of an op."""
+        return self.begin[op] + self.begin[op] % 2
 
     # Columns.
 
-    def _column(self, kind: str, t: int, i: int = 0) -> int:
-        key = kind, t, i
+    def _column(self, kind: str, t: int, s: int = 0) -> int:
+        key = kind, t, s
         if key not in self._columns:
             whole = kind in "YXHR"
             upper = self._host(t) if kind == "Z" else 1.0
             self._columns[key] = self.milp.column(0.0, upper, 0.0, integer=whole)
             if kind == "R":
-                self._reruns.append((t, i))
+                self._reruns.append((t, s))
         return self._columns[key]
 
     def _host(self, op: int) -> float:
         return self.order.host_us[op] / self.unit_us
 
     def _sum(self, kind: str, t: int, first: int, last: int) -> Terms:
-        return [(self._column(kind, t, i), 1.0) for i in range(first, last + 1)]
+        step = 2 if kind == "R" else 1
+        return [(self._column(kind, t, s), 1.0) for s in range(first, last + 1, step)]
 
     def _row(self, terms: Iterable[tuple[int, float]], lower: float) -> None:
         """The row Σ terms ≥ lower; a column may occur in several terms."""
@@ -204,8 +212,8 @@ class HomesModel:
         for t in range(problem.tensor_count):
             if self._is_item(t):
                 self._uses(t, movable=False)
-        for o, i in self._reruns:  # grows
-            self._inputs_of_rerun(o, i)
+        for o, s in self._reruns:  # grows
+            self._inputs_of_rerun(o, s // 2)
         self._memory(budget)
         self._engines()
         if problem.host_budget is not None:
@@ -233,13 +241,12 @@ class HomesModel:
 
     def _next_uses(self, t: int, j: int) -> Iterator[tuple[int, Terms]]:
         """Segments by whose end t is read after p_j, and the column that says that it is not."""
-        point = self.points[j - 1] if j else -1
         least, on_host = self.last + 1, list[tuple[int, int]]()
         if self.problem.is_output[t]:
             least = self.last
         for op in self._users[t]:
-            if self.begin[op] >= j and op != point:
-                limit = self.end[op] - (op in self._point_set)
+            if self.begin[op] >= 2 * j:
+                limit = self.end[op] - self.end[op] % 2
                 if op in self.order.host_us:
                     on_host.append((limit, op))
                 else:
@@ -257,10 +264,10 @@ class HomesModel:
     def _uses(self, t: int, *, movable: bool) -> None:
         """Rows of the reads of t after each time point, and after the begin of the step."""
         producer = self.problem.producer[t]
-        for j in range(0 if movable else 1, self.last + 1):
+        for j in range(0 if movable else 1, len(self.points) + 1):
             if j and t in self.order.needs[self.points[j - 1]].tensors:
                 continue
-            if not movable and self.end[producer] >= j:
+            if not movable and self.end[producer] > 2 * j - 2:
                 continue
             uses = list(self._next_uses(t, j))
             if movable and not j:
@@ -277,29 +284,29 @@ class HomesModel:
     def _available(
         self, t: int, j: int, k: int, terms: Terms, least: float, *, movable: bool
     ) -> None:
-        """Rows that t is prefetched or recomputed in segments j to k, or else the terms suffice."""
+        """Rows that t comes after p_j, up to segment k, or else the terms suffice."""
         if not movable:
             producer = self.problem.producer[t]
             if self.problem.graph.ops[producer].recomputable:
-                terms = [*terms, *self._sum("R", producer, j, k)]
-            self._row([*self._sum("O", t, self.begin[producer], j - 1), *terms], least)
-        self._row([*self._sum("P", t, j, k), *terms], least)
+                terms = [*terms, *self._sum("R", producer, 2 * j, k)]
+            self._row([*self._sum("O", t, self._after(producer), 2 * j - 2), *terms], least)
+        self._row([*self._sum("P", t, 2 * j, k), *terms], least)
 
     def _inputs_of_rerun(self, o: int, i: int) -> None:
-        """A run of o in segment i reads what was there at p_i, or at a time point before, or comes.
+        """A run of o after p_i reads what was there at p_i, or at a time point before, or comes.
 
         Of the time points before, only some have a row.
         """
-        again = (self._column("R", o, i), -1.0)
+        again = (self._column("R", o, 2 * i), -1.0)
         for t in self.order.inputs[o]:
             movable = t in self.order.movable
             if not movable and not self._is_item(t):
                 continue
             j, step = i, 1
-            while j > 0 and (movable or self.end[self.problem.producer[t]] < j):
+            while j > 0 and (movable or self.end[self.problem.producer[t]] <= 2 * j - 2):
                 if t not in self.order.needs[self.points[j - 1]].tensors:
                     there = (self._column("H", t, j), 1.0)
-                    self._available(t, j, i, [there, again], 0.0, movable=movable)
+                    self._available(t, j, 2 * i, [there, again], 0.0, movable=movable)
                 j, step = j - step, 2 * step
 
     def _write_back(self, t: int) -> None:
@@ -308,14 +315,14 @@ class HomesModel:
             return
         op, home = self.problem.overwriters[t][-1], (self._column("Y", t), -1.0)
         on_host = [(self._column("X", op), 1.0)] if op in self.order.host_us else []
-        first = self.begin[op]
+        first = self._after(op)
         self._row([*self._sum("O", t, first, self.last), *on_host, home], 0.0)
         if self.problem.graph.ops[op].recomputable:
             return
-        for j in range(max(first, self.end[op]) + 1, self.last + 1):
+        for j in range((self.end[op] + 1) // 2 + 1, len(self.points) + 1):
             if t not in self.order.needs[self.points[j - 1]].tensors:
                 kept = (self._column("H", t, j), 1.0)
-                self._row([*self._sum("O", t, first, j - 1), *on_host, kept, home], 0.0)
+                self._row([*self._sum("O", t, first, 2 * j - 2), *on_host, kept, home], 0.0)
 
     def _on_host(self, u: int) -> None:
         """An op on the host reads homes, and a copy of each other input after it was written."""
@@ -325,7 +332,7 @@ class HomesModel:
             if t in self.order.movable:
                 self._row([(self._column("Y", t), 1.0), on_host], 0.0)
             elif t in self.order.written_by[u]:
-                begin = self.begin[self.order.written_by[u][t]]
+                begin = self._after(self.order.written_by[u][t])
                 self._row([*self._sum("O", t, begin, self.last), on_host], 0.0)
                 first = max(first, begin)
         if self._host(u):
@@ -335,7 +342,7 @@ class HomesModel:
     def _memory(self, budget: int) -> None:
         order, movable = self.order, self.order.movable
         fixed = self.problem.fixed_bytes - sum(movable.values())
-        held: list[Terms] = [[] for _ in range(self.last + 1)]
+        held: list[Terms] = [[] for _ in range(len(self.points) + 1)]
         for (kind, t, j), column in self._columns.items():
             if kind == "H":
                 size = movable.get(t, self.problem.size[t])
@@ -354,24 +361,24 @@ class HomesModel:
             costs.append(us / self.unit_us)
             if op in self.order.host_us:
                 on_host.append((self._column("X", op), us / self.unit_us))
-        for (kind, t, i), column in self._columns.items():
+        for (kind, t, s), column in self._columns.items():
             match kind:
                 case "P":
-                    back[i].append((column, -self._us[0][t]))
+                    back[s].append((column, -self._us[0][t]))
                 case "O":
-                    out[i].append((column, -self._us[1][t]))
+                    out[s].append((column, -self._us[1][t]))
                 case "Z":
-                    host[i].append((column, -1.0))
+                    host[s].append((column, -1.0))
                 case "R":
-                    compute[i].append((column, -self.order.cost[t] / self.unit_us))
+                    compute[s].append((column, -self.order.cost[t] / self.unit_us))
         for (first, last), (costs, on_host) in spans.items():
             total, parts = fsum(costs), []
-            for i in range(first, last + 1):
+            for number in range(first, last + 1, 2):
                 part = self.milp.column(0.0, total, 0.0, integer=False)
-                compute[i].append((part, -1.0))
+                compute[number].append((part, -1.0))
                 parts.append((part, 1.0))
             self._row([*parts, *on_host], total)
-        for i, time in enumerate(self._times):
-            for terms in (compute[i], back[i], out[i], host[i]):
+        for number, time in enumerate(self._times):
+            for terms in (each[number] for each in busy):
                 if terms:
                     self._row([(time, 1.0), *terms], 0.0)
