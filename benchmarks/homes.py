@@ -14,7 +14,7 @@ time within a share of keep-everything's peak; every plan is verified. Columns:
   and each weight is fetched once, before its first use;
 - device: the plan by coop-offline with homes, all updates on the device;
 - joint: the plan by coop-offline with homes and updates on the host;
-- bound: the lower bound on all of these that `auto` proves in 20 s (`planner/exact/model/homes.py`).
+- bound: the lower bound on all of these that `auto` proves in 20 s.
 
 An empty cell is a budget that is not met. Copies overlap with compute in all columns.
 """

@@ -289,6 +289,8 @@ def _refusal(
         residents = unrecomputable_residents(problem, limit)
     if residents is not None:
         blocking = residents.op
+    if problem.home_candidates and not info.homes:
+        unused = [*unused, "movable residents"]
     return InfeasibleBudgetError(
         info.name,
         budget_bytes,

@@ -13,6 +13,7 @@ from coop_plan.planner.homes.search import HomeSearch
 from coop_plan.planner.inspect.explain import explain
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.planning import keep_all_peak
+from coop_plan.planner.registry import METHODS
 from coop_plan.planner.search.makespan.annealing import MOVES
 from coop_plan.planner.search.makespan.metropolis import evaluate_sequence
 from coop_plan.planner.search.makespan.sequence import (
@@ -136,6 +137,17 @@ def test_residents_may_exceed_the_budget():
         mutated.intersection(homes)
     )
     assert made.cost_us < 2 * made.base_cost_us
+
+
+@pytest.mark.parametrize("method", [name for name, info in METHODS.items() if not info.homes])
+def test_a_method_without_homes_says_which_method_has_them(method):
+    """It plans with all residents on the device, and names the remedy below their bytes."""
+    graph = iteration(layers=2)
+    resident = sum(t.bytes for t in graph.tensors if t.resident)
+    assert plan(graph, "100%", method=method, alignment=1).homes == []
+    told = f"{method} does not use the graph's .*movable residents, coop-offline does"
+    with pytest.raises(InfeasibleBudgetError, match=told):
+        plan(graph, resident, method=method, alignment=1)
 
 
 def test_an_explanation_has_the_bound_with_the_plans_link():
