@@ -182,7 +182,7 @@ def test_a_refusal_names_a_bound_that_homes_respect():
 def test_the_search_for_the_smallest_budget_ends_without_a_plan(monkeypatch):
     """Also below 64 bytes, where a 64th of the budget is none."""
     graph = iteration(layers=1, weight=4, activation=4)
-    monkeypatch.setattr(HomeSearch, "_plan", lambda *_: None)
+    monkeypatch.setattr(HomeSearch, "_search", lambda *_: None)
     assert plan(graph, "min", alignment=1).homes == []
 
 

@@ -7,6 +7,7 @@ activations in the same timeline. Updates on the host are spread over the step; 
 homes. The other homes are those with the fewest uses, spread over the step.
 """
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -96,32 +97,55 @@ class HomeSearch:
         """The plan of least memory that is found, below a budget (bytes) that is known to be met.
 
         All movable residents for which the host has room have homes, and all updates that may run
-        on the host do if that needs less memory.
+        on the host do if that needs less memory. The choice of less memory without transfers is
+        searched first, from those ops, and the other one if it may need less than the plan found.
         """
-        best: Plan | None = None
-        for updates in ([], self.updates) if self.updates else ([],):
-            found = self._smallest(updates, budget)
-            if found is not None:
-                best, budget = found, found.peak_bytes
-        return best
-
-    def _smallest(self, updates: list[HostUpdate], budget: int) -> Plan | None:
-        """As `smallest`, with these updates on the host."""
         if not self.order:
             return None
-        task = self._streaming_task(self.order, updates, self.request.part(0.5))
-        try:
-            arena = task.smallest(lay_out_everything(task.problem).placed).arena_bytes
-        except TimeLimitError:
-            return None
-        least = task.problem.fixed_bytes + arena
-        while least < budget and not self.request.out_of_time():
-            found = self._plan(self.order, updates, least, np.inf, self.request)
+        begins = list[tuple[int, list[HostUpdate], Ints]]()
+        for updates in ([], self.updates) if self.updates else ([],):
+            task = self._streaming_task(self.order, updates, self.request.part(0.25))
+            everything = lay_out_everything(task.problem).placed
+            with contextlib.suppress(TimeLimitError):
+                placed = task.smallest(everything).solution.placed
+                least = task.problem.fixed_bytes + placed.arena_bytes
+                begins.append((least, updates, to_sequence(placed.schedule)))
+        best, bound = None, budget_lower_bound(self.problem)
+        for least, updates, ops in sorted(begins, key=lambda each: each[0]):
+            low = lowered(self.problem, self.order, updates)
+            found = self._least(low, sequence_of(low, ops), least, budget, bound)
             if found is not None:
-                figures = {"budget_lower_bound_bytes": budget_lower_bound(self.problem)}
-                return found.model_copy(figures | {"budget_bytes": found.peak_bytes})
-            least += max(1, least // 64)
-        return None
+                best, budget = found, found.peak_bytes
+        if best is None:
+            return None
+        return best.model_copy(
+            {"budget_lower_bound_bytes": bound, "budget_bytes": best.peak_bytes}
+        )
+
+    def _least(
+        self, low: Lowered, known: Ints, least: int, budget: int, bound: int
+    ) -> Plan | None:
+        """The plan of least memory below a budget, from a sequence that may need `least` bytes.
+
+        Probes for any plan go up by 64ths until one succeeds, then down until one fails or `bound`
+        is reached. A whole search at the least budget lowers the cost.
+        """
+        best: Plan | None = None
+        while bound <= least < budget and not self.request.out_of_time():
+            probe = replace(self.request.part(0.25), any_schedule=True)
+            found = self._search(low, [known], least, np.inf, probe)
+            if found is not None:
+                best, known = found
+                budget = best.peak_bytes
+                least = budget - max(1, budget // 64)
+            elif best is None:
+                least += max(1, least // 64)
+            else:
+                break
+        if best is None:
+            return None
+        cheaper = self._search(low, [known], best.peak_bytes, best.cost_us, self.request)
+        return best if cheaper is None else cheaper[0]
 
     def _chosen(self, on_host: float, home: float) -> tuple[list[HostUpdate], list[int]]:
         """The updates on the host and the homes (tensor ids) of a pair of shares.
@@ -153,22 +177,30 @@ class HomeSearch:
         if start is None:
             return None
         low = lowered(self.problem, homes, updates)
+        known = [sequence_of(low, start), *self._as_zero_offload(low, budget, request)]
+        found = self._search(low, known, budget, limit_us, request)
+        return None if found is None else found[0]
+
+    def _search(
+        self, low: Lowered, known: list[Ints], budget: int, limit_us: float, request: Request
+    ) -> tuple[Plan, Ints] | None:
+        """As `_plan`, from known sequences, with the plan's; the search begins from the first."""
         problem = low.form.problem
         request = replace(request, arena_bytes=budget - problem.fixed_bytes)
-        program = np.arange(self.problem.op_count - len(updates))
-        starts = [sequence_of(low, ops) for ops in (start, program)]
+        program = np.arange(self.problem.op_count - len(low.updates))
+        starts = [known[0], sequence_of(low, program)]
         search = MakespanSearch(problem, request, starts, limit_us)
-        for sequence in (starts[0], *self._as_zero_offload(low, budget, request)):
+        for sequence in known:
             search.consider(sequence)
         search.run(request.deadline, lambda: False)
-        if search.placed is None:
+        if search.placed is None or search.sequence is None:
             return None
         found = self.assembled(low, search.placed, budget)
         host = self.problem.host_budget
         if host is not None and found.host_arena_bytes > host:
             return None
         verify(self.problem.graph, found)
-        return found if found.cost_us < limit_us else None
+        return (found, search.sequence) if found.cost_us < limit_us else None
 
     def _as_zero_offload(self, low: Lowered, budget: int, request: Request) -> list[Ints]:
         """The sequence in which parameters that the host updates are fetched once, if one fits.
