@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.synthetic import gpt, with_adamw
 from coop_plan.planner import InfeasibleBudgetError, plan
 from coop_plan.planner.core.memory_bounds import budget_lower_bound
 from coop_plan.planner.core.problem import Problem
@@ -184,6 +185,32 @@ def test_the_search_for_the_smallest_budget_ends_without_a_plan(monkeypatch):
     graph = iteration(layers=1, weight=4, activation=4)
     monkeypatch.setattr(HomeSearch, "_search", lambda *_: None)
     assert plan(graph, "min", alignment=1).homes == []
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_the_smallest_budget_is_searched_between_its_bound_and_one_that_is_met(
+    monkeypatch, on_host
+):
+    """Activations leave the device, too: the peak is a 64th above its bound at most.
+
+    One whole search lowers the cost, and few probes come before it.
+    """
+    graph = with_adamw(gpt(2, tokens=1024, width=256), 25.0)
+    if not on_host:
+        ops = [op.model_copy({"variants": []}) for op in graph.ops]
+        graph = graph.model_copy({"ops": ops})
+    searched = []
+    search = HomeSearch._search
+
+    def counted(self, low, known, budget, limit_us, request):
+        searched.append(request.any_schedule)
+        return search(self, low, known, budget, limit_us, request)
+
+    monkeypatch.setattr(HomeSearch, "_search", counted)
+    least = plan(graph, "min")
+    assert least.peak_bytes <= least.budget_lower_bound_bytes * (1 + 1 / 64) + 512
+    assert searched.count(False) == 1
+    assert len(searched) <= 10
 
 
 def without_write_back(document):

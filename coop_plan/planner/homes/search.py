@@ -7,7 +7,6 @@ activations in the same timeline. Updates on the host are spread over the step; 
 homes. The other homes are those with the fewest uses, spread over the step.
 """
 
-import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -96,52 +95,57 @@ class HomeSearch:
     def smallest(self, budget: int) -> Plan | None:
         """The plan of least memory that is found, below a budget (bytes) that is known to be met.
 
-        All movable residents for which the host has room have homes, and all updates that may run
-        on the host do if that needs less memory. The choice of less memory without transfers is
-        searched first, from those ops, and the other one if it may need less than the plan found.
+        All movable residents for which the host has room have homes, and none or all of the updates
+        that may run on the host do. The choice whose ops need less at once is searched first, the
+        other one if it may need less than the plan found.
         """
         if not self.order:
             return None
-        begins = list[tuple[int, list[HostUpdate], Ints]]()
+        choices = []
         for updates in ([], self.updates) if self.updates else ([],):
             task = self._streaming_task(self.order, updates, self.request.part(0.25))
-            everything = lay_out_everything(task.problem).placed
-            with contextlib.suppress(TimeLimitError):
-                placed = task.smallest(everything).solution.placed
-                least = task.problem.fixed_bytes + placed.arena_bytes
-                begins.append((least, updates, to_sequence(placed.schedule)))
-        best, bound = None, budget_lower_bound(self.problem)
-        for least, updates, ops in sorted(begins, key=lambda each: each[0]):
-            low = lowered(self.problem, self.order, updates)
-            found = self._least(low, sequence_of(low, ops), least, budget, bound)
+            choices.append((task.problem.fixed_bytes + task.working_set.bytes, updates, task))
+        best: Plan | None = None
+        for bound, updates, task in sorted(choices, key=lambda choice: choice[0]):
+            found = self._least(updates, task, bound, budget) if bound < budget else None
             if found is not None:
                 best, budget = found, found.peak_bytes
         if best is None:
             return None
-        return best.model_copy(
-            {"budget_lower_bound_bytes": bound, "budget_bytes": best.peak_bytes}
-        )
+        figures = {"budget_lower_bound_bytes": budget_lower_bound(self.problem)}
+        return best.model_copy(figures | {"budget_bytes": best.peak_bytes})
 
-    def _least(
-        self, low: Lowered, known: Ints, least: int, budget: int, bound: int
-    ) -> Plan | None:
-        """The plan of least memory below a budget, from a sequence that may need `least` bytes.
+    def _least(self, updates: list[HostUpdate], task: Task, bound: int, budget: int) -> Plan | None:
+        """The plan of least memory below a budget, with these updates on the host.
 
-        Probes for any plan go up by 64ths until one succeeds, then down until one fails or `bound`
-        is reached. A whole search at the least budget lowers the cost.
+        Probes for any plan begin at the bytes that `task`, without transfers, needs, and go up by
+        64ths until one succeeds. The next one is at `bound`, which no plan is much below. Others
+        halve the bytes between the largest failure and the smallest success, down to a 64th. Each
+        begins from the last plan. A whole search at the least budget lowers the cost.
         """
+        everything = lay_out_everything(task.problem).placed
+        try:
+            placed = task.smallest(everything, at_any_cost=True).solution.placed
+        except TimeLimitError:
+            return None
+        low = lowered(self.problem, self.order, updates)
+        known = sequence_of(low, to_sequence(placed.schedule))
+        least, failed = task.problem.fixed_bytes + placed.arena_bytes, bound - 1
         best: Plan | None = None
-        while bound <= least < budget and not self.request.out_of_time():
+        while least < budget and not self.request.out_of_time():
             probe = replace(self.request.part(0.25), any_schedule=True)
             found = self._search(low, [known], least, np.inf, probe)
             if found is not None:
                 best, known = found
                 budget = best.peak_bytes
-                least = budget - max(1, budget // 64)
-            elif best is None:
-                least += max(1, least // 64)
+            elif best is not None:
+                failed = least
             else:
+                least += max(1, least // 64)
+                continue
+            if budget - failed <= max(1, budget // 64):
                 break
+            least = bound if failed < bound else (failed + budget) // 2
         if best is None:
             return None
         cheaper = self._search(low, [known], best.peak_bytes, best.cost_us, self.request)
