@@ -193,14 +193,15 @@ def _bound_with_homes(problem: Problem, slack: int) -> int:
     """
     movable = {t: problem.bytes[t] for t in problem.home_candidates}
     first = working_sets(problem).first
-    least = [problem.fixed_bytes] * problem.op_count
+    least = dict[int, int]()
     for number, variant in enumerate(problem.variants):
         held = sum(movable.get(t, 0) for t in set(variant.inputs))
-        least[variant.op] = min(least[variant.op], held + first[number] - slack)
+        need = held + first[number] - slack
+        least[variant.op] = min(need, least.get(variant.op, need))
     for op in problem.host_ops:
         least[op] = 0
     fixed = problem.fixed_bytes - sum(movable.values())
-    return fixed + max(0, max(least, default=0))
+    return fixed + max([0, *least.values()])
 
 
 def arena_lower_bound(problem: Problem, max_searched: int = 10_000) -> int:

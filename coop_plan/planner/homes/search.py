@@ -97,7 +97,7 @@ class HomeSearch:
 
         All movable residents for which the host has room have homes, and none or all of the updates
         that may run on the host do. The choice whose ops need less at once is searched first, the
-        other one if it may need less than the plan found.
+        other one if it may need less than the plan found. A whole search lowers the cost.
         """
         if not self.order:
             return None
@@ -105,23 +105,29 @@ class HomeSearch:
         for updates in ([], self.updates) if self.updates else ([],):
             task = self._streaming_task(self.order, updates, self.request.part(0.25))
             choices.append((task.problem.fixed_bytes + task.working_set.bytes, updates, task))
-        best: Plan | None = None
+        best: tuple[Lowered, Plan, Ints] | None = None
         for bound, updates, task in sorted(choices, key=lambda choice: choice[0]):
             found = self._least(updates, task, bound, budget) if bound < budget else None
             if found is not None:
-                best, budget = found, found.peak_bytes
+                best, budget = found, found[1].peak_bytes
         if best is None:
             return None
+        low, made, known = best
+        cheaper = self._search(low, [known], budget, made.cost_us, self.request)
+        if cheaper is not None:
+            made = cheaper[0]
         figures = {"budget_lower_bound_bytes": budget_lower_bound(self.problem)}
-        return best.model_copy(figures | {"budget_bytes": best.peak_bytes})
+        return made.model_copy(figures | {"budget_bytes": made.peak_bytes})
 
-    def _least(self, updates: list[HostUpdate], task: Task, bound: int, budget: int) -> Plan | None:
-        """The plan of least memory below a budget, with these updates on the host.
+    def _least(
+        self, updates: list[HostUpdate], task: Task, bound: int, budget: int
+    ) -> tuple[Lowered, Plan, Ints] | None:
+        """The plan of least memory below a budget and its sequence, with these updates on the host.
 
         Probes for any plan begin at the bytes that `task`, without transfers, needs, and go up by
         64ths until one succeeds. The next one is at `bound`, which no plan is much below. Others
         halve the bytes between the largest failure and the smallest success, down to a 64th. Each
-        begins from the last plan. A whole search at the least budget lowers the cost.
+        begins from the last plan.
         """
         everything = lay_out_everything(task.problem).placed
         try:
@@ -146,10 +152,7 @@ class HomeSearch:
             if budget - failed <= max(1, budget // 64):
                 break
             least = bound if failed < bound else (failed + budget) // 2
-        if best is None:
-            return None
-        cheaper = self._search(low, [known], best.peak_bytes, best.cost_us, self.request)
-        return best if cheaper is None else cheaper[0]
+        return None if best is None else (low, best, known)
 
     def _chosen(self, on_host: float, home: float) -> tuple[list[HostUpdate], list[int]]:
         """The updates on the host and the homes (tensor ids) of a pair of shares.
