@@ -27,7 +27,7 @@ from functools import cached_property
 from math import fsum
 from typing import NamedTuple
 
-from coop_plan.planner.core.memory_bounds import working_sets
+from coop_plan.planner.core.memory_bounds import bytes_with_homes
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.timeline import Timeline
 from coop_plan.planner.exact.model.milp import INFINITY, ROUNDING, Milp, Terms
@@ -99,11 +99,9 @@ class Order:
         """Per op its working set on the device with the movable residents that it reads."""
         slack = self.problem.alignment - 1  # the topmost block need not end at a multiple
         found = [Need(frozenset(), -1)] * self.problem.op_count
-        for variant, bytes_ in zip(
-            self.problem.variants, working_sets(self.problem).first, strict=True
-        ):
-            held = self.movable.keys() & variant.inputs
-            need = sum(self.movable[t] for t in held) + bytes_ - slack
+        bytes_ = bytes_with_homes(self.problem, self.movable)
+        for variant, most in zip(self.problem.variants, bytes_, strict=True):
+            held, need = self.movable.keys() & variant.inputs, most - slack
             old = found[variant.op]
             least = need if old.bytes < 0 else min(old.bytes, need)
             touched = held.union(variant.reads, variant.makes, old.tensors)
