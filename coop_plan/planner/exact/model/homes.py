@@ -95,17 +95,16 @@ class Order:
         return {t: x.bytes for t, x in enumerate(tensors) if x.resident and x.movable and x.bytes}
 
     @cached_property
-    def needs(self) -> list[Need]:
+    def needs(self) -> dict[int, Need]:
         """Per op its working set on the device with the movable residents that it reads."""
         slack = self.problem.alignment - 1  # the topmost block need not end at a multiple
-        found = [Need(frozenset(), -1)] * self.problem.op_count
+        found = dict[int, Need]()
         bytes_ = bytes_with_homes(self.problem, self.movable)
         for variant, most in zip(self.problem.variants, bytes_, strict=True):
             held, need = self.movable.keys() & variant.inputs, most - slack
-            old = found[variant.op]
-            least = need if old.bytes < 0 else min(old.bytes, need)
+            old = found.get(variant.op, Need(frozenset(), need))
             touched = held.union(variant.reads, variant.makes, old.tensors)
-            found[variant.op] = Need(frozenset(touched), least)
+            found[variant.op] = Need(frozenset(touched), min(old.bytes, need))
         return found
 
     def chain(self) -> list[int]:
