@@ -16,6 +16,7 @@ from typing import NamedTuple
 from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.core.inplace import working_set_bytes
 from coop_plan.planner.core.problem import Problem, plannable_variants
+from coop_plan.schemas import Op, Variant
 
 
 class WorkingSets(NamedTuple):
@@ -208,7 +209,8 @@ def bytes_with_homes(problem: Problem, movable: Mapping[int, int]) -> Iterator[i
     Without those whose buffer an output may take over.
     """
     graph, first = problem.graph, working_sets(problem).first
-    forms = [*graph.ops, *(variant for _, variant in plannable_variants(graph))]
+    forms: list[Op | Variant] = [*graph.ops]
+    forms += [variant for _, variant in plannable_variants(graph)]
     for form, variant, bytes_ in zip(forms, problem.variants, first, strict=True):
         shared = {t for _, t in form.inplace}
         held = movable.keys() & variant.inputs
