@@ -151,6 +151,20 @@ MUTATIONS = (
         "= 1000**_power",
         ("tests/schemas/test_units.py",),
     ),
+    Mutation(  # the bound writes back what the host has updated at home
+        "home-updated-on-host",
+        "planner/exact/model/homes.py",
+        '*self._sum("O", t, first, self.last), *on_host, home]',
+        '*self._sum("O", t, first, self.last), home]',
+        ("tests/planner/test_homes_bound.py",),
+    ),
+    Mutation(  # the bound fetches residents that have no home
+        "home-of-none",
+        "planner/exact/model/homes.py",
+        'self._row([*self._sum("P", t, 0, k), *not_read, *absent], 0.0)',
+        'self._row([*self._sum("P", t, 0, k), *not_read], 1.0)',
+        ("tests/planner/test_homes_bound.py",),
+    ),
 )
 
 
