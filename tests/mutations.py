@@ -125,8 +125,8 @@ MUTATIONS = (
     Mutation(  # a random op that runs again draws other numbers
         "rng-replay",
         "runtime",
-        ".set(self._states[op])",
-        ".state()",
+        "generator.set(self.states[op])",
+        "generator.state()",
         ("tests/runtime/test_training.py::test_losses_and_parameters_equal_eager",),
         compiled=True,
     ),
