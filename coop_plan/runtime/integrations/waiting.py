@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_leaves
-
 from coop_plan.runtime.errors import RuntimeRefusalError
+from coop_plan.runtime.torch_internals.ops import tree_flatten, versions
 
 
 class WaitingBatches:
@@ -13,16 +11,17 @@ class WaitingBatches:
 
     def __init__(self) -> None:
         self._kept: list[tuple[Any, int]] = []
-        self._leaves: list[list[tuple[Any, int]]] = []
-        """Leaves of each micro-batch when it came, each with its version."""
+        self._before: list[tuple[list[Any], list[int]]] = []
+        """Leaves of each micro-batch when it came, and their versions."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def add(self, batch: Any, count: int) -> None:
         """Have a micro-batch wait."""
+        leaves, _ = tree_flatten(batch)
         self._kept.append((batch, count))
-        self._leaves.append([(leaf, _version(leaf)) for leaf in tree_leaves(batch)])
+        self._before.append((leaves, versions(leaves)))
 
     def take(self) -> list[tuple[Any, int]]:
         """All micro-batches, which wait no more.
@@ -30,11 +29,11 @@ class WaitingBatches:
         Raises:
             RuntimeRefusalError: one was overwritten while it waited.
         """
-        kept, before = self._kept, self._leaves
+        kept, before = self._kept, self._before
         self.clear()
-        for number, ((batch, _), leaves) in enumerate(zip(kept, before, strict=True)):
-            now = [(id(leaf), _version(leaf)) for leaf in tree_leaves(batch)]
-            if now != [(id(leaf), version) for leaf, version in leaves]:
+        for number, ((batch, _), (leaves, then)) in enumerate(zip(kept, before, strict=True)):
+            now, _ = tree_flatten(batch)
+            if [*map(id, now)] != [*map(id, leaves)] or versions(now) != then:
                 raise RuntimeRefusalError(
                     f"micro-batch {number} of {len(kept)} was overwritten while it waited for the"
                     " last one of its iteration: have the loop and its loader make new tensors for"
@@ -44,10 +43,4 @@ class WaitingBatches:
 
     def clear(self) -> None:
         """Have no micro-batch wait."""
-        self._kept, self._leaves = [], []
-
-
-def _version(value: Any) -> int:
-    """Number of the writes to a tensor; 0 if PyTorch does not count them."""
-    counted = isinstance(value, torch.Tensor) and not value.is_inference()
-    return value._version if counted else 0
+        self._kept, self._before = [], []
