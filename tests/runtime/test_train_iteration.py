@@ -312,15 +312,22 @@ def test_a_failed_iteration_changes_nothing():
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("kept_of", [lambda loss: loss * 2, lambda loss: loss.expand(3) + 1])
+@pytest.mark.parametrize(
+    "kept_of",
+    [
+        lambda model, loss: loss * 2,
+        lambda model, loss: loss.expand(3) + 1,
+        lambda model, loss: model.unused.weight.square().sum(),
+    ],
+)
 def test_a_kept_tensor_with_a_gradient_is_refused(count, kept_of):
-    """Its gradient would be added to the loss's; detached ones are kept as in eager."""
+    """It would be trained as a loss is."""
     model, kept = Net(drop=0.0), []
     optimizer = OPTIMIZERS["sgd"](model.parameters())
 
     def loss_fn(batch):
         loss = loss_of(model)(batch)
-        kept.append(kept_of(loss))
+        kept.append(kept_of(model, loss))
         return loss
 
     before = copy.deepcopy(state_of(model, optimizer))

@@ -3,7 +3,7 @@
 from typing import Any
 
 from coop_plan.runtime.errors import RuntimeRefusalError
-from coop_plan.runtime.torch_internals.ops import tree_flatten, versions
+from coop_plan.runtime.torch_internals.ops import tensor_versions, tree_flatten
 
 
 class WaitingBatches:
@@ -21,7 +21,7 @@ class WaitingBatches:
         """Have a micro-batch wait."""
         leaves, _ = tree_flatten(batch)
         self._kept.append((batch, count))
-        self._before.append((leaves, versions(leaves)))
+        self._before.append((leaves, tensor_versions(leaves)))
 
     def take(self) -> list[tuple[Any, int]]:
         """All micro-batches, which wait no more.
@@ -33,7 +33,7 @@ class WaitingBatches:
         self.clear()
         for number, ((batch, _), (leaves, then)) in enumerate(zip(kept, before, strict=True)):
             now, _ = tree_flatten(batch)
-            if [*map(id, now)] != [*map(id, leaves)] or versions(now) != then:
+            if [*map(id, now)] != [*map(id, leaves)] or tensor_versions(now) != then:
                 raise RuntimeRefusalError(
                     f"micro-batch {number} of {len(kept)} was overwritten while it waited for the"
                     " last one of its iteration: have the loop and its loader make new tensors for"
