@@ -208,3 +208,56 @@ def test_what_a_loop_cannot_have_is_refused(change, reason):
         loop.planned(1.0)
     with pytest.raises(runtime.OptionsError, match="bugdet"):
         loop.planned(1.0, bugdet=1)
+
+
+def refilled(batch):
+    batch[0].add_(1)
+
+
+def exchanged(batch):
+    batch[1] = torch.zeros_like(batch[1])
+
+
+def emptied(batch):
+    batch.clear()
+
+
+@pytest.mark.parametrize("overwrite", [refilled, exchanged, emptied])
+def test_a_batch_that_is_overwritten_while_it_waits_is_refused(overwrite):
+    """The loop in eager has its loss of before; the next iteration begins without it."""
+    loop = Loop(gradient_accumulation_steps=2)
+    iteration = loop.planned(None)
+    first, second, third, fourth = ([*batch] for batch in list(loop.batches)[:4])
+    calls = []
+    for batch in (first, second, third, fourth):
+        with loop.accelerator.accumulate(loop.model):
+            if batch is second:
+                overwrite(first)
+                with pytest.raises(runtime.RuntimeRefusalError, match="micro-batch 0 of 2 was ov"):
+                    iteration(batch)
+            else:
+                calls.append(len(iteration(batch)))
+    assert calls == [0, 0, 2]
+
+
+class Changing:
+    """Batches before each of which the accelerator's accumulation changes."""
+
+    def __init__(self, loop):
+        self.loop, self.batches = loop, loop.batches
+
+    def __iter__(self):
+        for batch, steps in zip(self.batches, (4, 2, 3, 4, 1, 5, 3), strict=True):
+            self.loop.accelerator.gradient_accumulation_steps = steps
+            yield batch
+
+
+def test_each_loss_is_divided_by_the_accumulation_of_its_batch():
+    eager, ours = Loop(), Loop()
+    for loop in (eager, ours):
+        loop.batches = Changing(loop)
+    torch.manual_seed(2)
+    eager.train_in_eager(0.1)
+    torch.manual_seed(2)
+    ours.train(ours.planned(0.1))
+    assert_same(eager, ours)

@@ -372,3 +372,37 @@ def test_validation_within_an_iteration_is_refused(tmp_path):
     trainer = trainer_of(tmp_path, planned(), accumulate_grad_batches=2, val_check_interval=3)
     with pytest.raises(runtime.RuntimeRefusalError, match="val_check_interval"):
         trainer.fit(Module(), loader(), loader())
+
+
+class Refills(lightning.Callback):
+    """As a loader that has one buffer for all batches."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        batch[0].zero_()
+
+
+def test_a_batch_that_is_overwritten_while_it_waits_is_refused(tmp_path):
+    fit(trainer_of(tmp_path, Refills(), planned()), Module())
+    with pytest.raises(runtime.RuntimeRefusalError, match="micro-batch 0 of 2 was overwritten"):
+        fit(trainer_of(tmp_path, Refills(), planned(), accumulate_grad_batches=2), Module())
+
+
+class Changes(lightning.Callback):
+    """Changes the accumulation at each batch."""
+
+    def __init__(self, counts):
+        self.counts = counts
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        trainer.accumulate_grad_batches = self.counts[batch_idx]
+
+
+def test_each_loss_is_divided_by_the_accumulation_of_its_batch(tmp_path):
+    """Where Lightning begins with new gradients; else it would add those of before: refused."""
+    counts = (4, 2, 2, 4, 2, 6, 3)
+    eager = fit(trainer_of(tmp_path, Changes(counts)), Module())
+    ours = fit(trainer_of(tmp_path, Changes(counts), planned()), Module())
+    assert_equal_fits(eager, ours, tmp_path)
+    for counts, batch in (((2, 2, 4, 2, 2, 2, 2), 2), ((3, 4, 2, 3, 1, 1, 1), 2)):
+        with pytest.raises(runtime.RuntimeRefusalError, match=f"batch {batch} is where"):
+            fit(trainer_of(tmp_path, Changes(counts), planned()), Module())

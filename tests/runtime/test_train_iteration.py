@@ -309,3 +309,39 @@ def test_a_failed_iteration_changes_nothing():
     assert equal(before, state_of(model, optimizer))
     iteration(*batches_of(1, 2))
     assert not equal(before, state_of(model, optimizer))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    "kept_of",
+    [
+        lambda model, loss: loss * 2,
+        lambda model, loss: loss.expand(3) + 1,
+        lambda model, loss: model.unused.weight.square().sum(),
+    ],
+)
+def test_a_kept_tensor_with_a_gradient_is_refused(count, kept_of):
+    """It would be trained as a loss is."""
+    model, kept = Net(drop=0.0), []
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+
+    def loss_fn(batch):
+        loss = loss_of(model)(batch)
+        kept.append(kept_of(model, loss))
+        return loss
+
+    before = copy.deepcopy(state_of(model, optimizer))
+    with pytest.raises(runtime.CaptureError, match="detach"):
+        coop_plan.train_iteration(loss_fn, optimizer, "70%", method="coop")(*batches_of(0, count))
+    assert equal(before, state_of(model, optimizer))
+
+
+def test_anomaly_detection_is_refused():
+    """Autograd would not see the backward's NaN."""
+    model = Net()
+    iteration = step_of(model, OPTIMIZERS["sgd"](model.parameters()))
+    with (
+        torch.autograd.set_detect_anomaly(True),
+        pytest.raises(runtime.RuntimeRefusalError, match="detect_anomaly"),
+    ):
+        iteration(*batches_of(0, 1))

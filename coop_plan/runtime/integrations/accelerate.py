@@ -15,6 +15,7 @@ from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
 
 from coop_plan.runtime.integrations.inplace import coop, refuse
 from coop_plan.runtime.integrations.internals import prepared_models
+from coop_plan.runtime.integrations.waiting import WaitingBatches
 from coop_plan.runtime.whole_iteration.train_iteration import train_iteration
 
 
@@ -112,8 +113,7 @@ class PlannedIterations:
         options: dict[str, Any],
     ) -> None:
         self._accelerator = accelerator
-        self._waiting: list[Any] = []
-        """Batches of the iteration so far."""
+        self._waiting = WaitingBatches()
         self._losses: list[torch.Tensor] = []
 
         def loss_of(batch: tuple[Any, int]) -> Any:
@@ -134,14 +134,13 @@ class PlannedIterations:
         """The losses of the iteration's batches at its last one, which runs them; else none.
 
         Raises:
-            RuntimeRefusalError: the iteration cannot be planned.
+            RuntimeRefusalError: the iteration cannot be planned, or a batch was overwritten while
+                it waited.
             planner.InfeasibleBudgetError: the budget cannot be met.
         """
-        self._waiting.append(batch)
+        self._waiting.add(batch, self._accelerator.gradient_accumulation_steps)
         if not self._accelerator.sync_gradients:
             return []
-        given, count = [*self._waiting], self._accelerator.gradient_accumulation_steps
-        self._waiting.clear()
         self._losses.clear()
-        self._iteration(*((batch, count) for batch in given))
+        self._iteration(*self._waiting.take())
         return [*self._losses]

@@ -24,6 +24,7 @@ from coop_plan.runtime.integrations.internals import (
     log_of_batch,
     zero_grad_of,
 )
+from coop_plan.runtime.integrations.waiting import WaitingBatches
 from coop_plan.runtime.reports import steps_run
 from coop_plan.runtime.torch_internals.ops import tree_map
 from coop_plan.runtime.whole_iteration.train_iteration import TrainIteration, train_iteration
@@ -84,14 +85,16 @@ class IterationBudget(Callback):
     Raises:
         OptionsError: at once, if an option is invalid; when training begins, if the Trainer or the
             module has something that does not go with it.
-        RuntimeRefusalError: when validation begins within an iteration.
+        RuntimeRefusalError: when validation begins within an iteration, `accumulate_grad_batches`
+            changes within one, or a batch is overwritten while it waits.
     """
 
     def __init__(self, budget: int | str | None = None, **options: Any) -> None:
         self._options = coop(budget, options)["options"]
         self._replaced = Replacements()
-        self._waiting: list[Mapping[str, Any]] = []
+        self._waiting = WaitingBatches()
         """Arguments of `training_step` for the micro-batches of the iteration so far."""
+        self._began = False
         self._logged: list[tuple[Any, Any]] = []
         """Arguments of `log` in the micro-batch that is traced."""
         self._made: list[tuple[Any, Any]] = []
@@ -134,9 +137,17 @@ class IterationBudget(Callback):
                 self._stepping = False
 
         def run(optimizer: Any, index: int, arguments: Mapping[str, Any]) -> Any:
-            if index % trainer.accumulate_grad_batches == 0:
+            count = trainer.accumulate_grad_batches
+            if index == 0:
                 self._waiting.clear()
-            self._waiting.append(arguments)
+            if self._began and (index % count == 0) == bool(self._waiting):
+                raise RuntimeRefusalError(
+                    f"batch {index} is where Lightning would accumulate {count} batches with"
+                    " gradients of an earlier iteration: have on_train_epoch_start change"
+                    " accumulate_grad_batches, and batches that are not None"
+                )
+            self._began = True
+            self._waiting.add(tuple(arguments.values()), count)
             if not accumulates(trainer):
                 return type(loop).run(loop, optimizer, index, arguments)
             zero_grad = zero_grad_of(loop, index, optimizer)
@@ -156,17 +167,17 @@ class IterationBudget(Callback):
 
     def _run(self, trainer: Any, module: Any, log: Callable[..., None]) -> Any:
         """Run the iteration and log; returns the output of the last `training_step`."""
-        given, count = [*self._waiting], trainer.accumulate_grad_batches
-        for kept in (self._waiting, self._made, self._logged):
-            kept.clear()
+        given = self._waiting.take()
+        self._made.clear()
+        self._logged.clear()
         module.log = log
         try:
-            self._iteration(*((tuple(arguments.values()), count) for arguments in given))
+            self._iteration(*given)
         finally:
             del module.log
         with trainer.precision_plugin.train_step_context():  # numbers have its dtype
-            for arguments, (_, logged) in zip(given, self._made, strict=True):
-                log_of_batch(trainer, arguments["batch"])
+            for ((batch, *_), _), (_, logged) in zip(given, self._made, strict=True):
+                log_of_batch(trainer, batch)
                 for args, kwargs in logged:
                     module.log(*args, **kwargs)
         output, _ = self._made.pop()
@@ -189,6 +200,7 @@ class IterationBudget(Callback):
     def _end(self) -> None:
         self._replaced.undo()
         self._waiting.clear()
+        self._began = False
 
 
 def _detached(value: Any) -> Any:

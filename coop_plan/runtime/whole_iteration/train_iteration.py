@@ -171,6 +171,11 @@ class TrainIteration:
                 "train_iteration was called within itself, as by a handler of a signal, or by two"
                 " threads: call it after the call that runs"
             )
+        if torch.is_anomaly_enabled():
+            raise RuntimeRefusalError(
+                "anomaly detection checks the backward of autograd, which train_iteration does not"
+                " run: turn it off (detect_anomaly), or use train_step"
+            )
         _refuse_ranks()
         with AllOrNone(self._finish) as self._all_or_none, torch.enable_grad():
             self._updates.begin()
@@ -246,6 +251,11 @@ class TrainIteration:
             raise CaptureError(
                 f"{self._batches - trained} of {self._batches} losses depend on no parameter, or"
                 " are one: each micro-batch of train_iteration needs a loss with a gradient"
+            )
+        if trained > self._batches:
+            raise CaptureError(
+                f"the function of train_iteration keeps {trained - self._batches} tensors with a"
+                " gradient besides its loss, as in a list or an attribute: detach them"
             )
         profiles = {at: self._updates.profile(update) for at, update in updates.items()}
         results = traced.outputs + (self._clip_norm is not None)
