@@ -1,10 +1,11 @@
 """Linear relaxations in the solver process by HiGHS, where first-order methods converge slowly."""
 
 import datetime
+from math import inf
 
 import numpy as np
 
-from coop_plan.planner.exact.model.milp import INFINITY, Relaxation
+from coop_plan.planner.exact.model.milp import Relaxation
 from coop_plan.planner.exact.solver.jobs import RelaxMilp
 from coop_plan.planner.exact.solver.milp_solvers import NO_TIME_LIMIT, run_mathopt, to_proto
 from coop_plan.planner.exact.solver.pdlp import lagrangian_bound
@@ -28,7 +29,7 @@ def relax(job: RelaxMilp, seconds: float) -> Relaxation:
     model.variables.integers.extend([False] * columns)
     result = run_mathopt(model, "highs", parameters)
     if not result.solutions or result.solutions[0].primal_solution.feasibility_status != 2:
-        return Relaxation(-INFINITY, None, None)
+        return Relaxation(-inf, None, None)
     solution = result.solutions[0]
     values, multipliers = np.zeros(columns), np.zeros(rows)
     values[solution.primal_solution.variable_values.ids] = (
