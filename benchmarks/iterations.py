@@ -111,6 +111,7 @@ def serve(
         names = ("budget_bytes", "peak_bytes", "measured_peak_bytes", "outside_bytes")
         found |= {each: getattr(report, each) for each in names}
         found |= {"planned": report.planned_overhead, "paid": report.measured_overhead}
+        found["makespan"] = report.measured_makespan_us / report.plan.cost_us
         at_home = {home.tensor for home in report.plan.homes}
         found["homes"] = sum(t.bytes for t in report.graph.tensors if t.id in at_home)
         host = "planned_host_us", "measured_host_us", "measured_host_stall_us"
@@ -172,6 +173,7 @@ COLUMNS = (
     Column("outside_bytes", "outside B"),
     Column("planned", "planned", ".1%"),
     Column("paid", "in step", ".1%"),
+    Column("makespan", "makespan ÷ planned", ".2f"),
     Column("ratio", "CPU ÷ eager", ".2f"),
     Column("equal", form=lambda equal: "equal" if equal else "DIFFERENT"),
     Column("held", form=lambda held: "within" if held else "BEYOND"),

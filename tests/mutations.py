@@ -125,8 +125,8 @@ MUTATIONS = (
     Mutation(  # a random op that runs again draws other numbers
         "rng-replay",
         "runtime",
-        ".set(self._states[op])",
-        ".state()",
+        "generator.set(self.states[op])",
+        "generator.state()",
         ("tests/runtime/test_training.py::test_losses_and_parameters_equal_eager",),
         compiled=True,
     ),
@@ -150,6 +150,20 @@ MUTATIONS = (
         "= 1024**_power",
         "= 1000**_power",
         ("tests/schemas/test_units.py",),
+    ),
+    Mutation(  # the bound writes back what the host has updated at home
+        "home-updated-on-host",
+        "planner/exact/model/homes.py",
+        '*self._sum("O", t, first, self.last), *on_host, home]',
+        '*self._sum("O", t, first, self.last), home]',
+        ("tests/planner/test_homes_bound.py",),
+    ),
+    Mutation(  # the bound fetches residents that have no home
+        "home-of-none",
+        "planner/exact/model/homes.py",
+        'self._row([*self._sum("P", t, 0, k), *not_read, *absent], 0.0)',
+        'self._row([*self._sum("P", t, 0, k), *not_read], 1.0)',
+        ("tests/planner/test_homes_bound.py",),
     ),
 )
 

@@ -17,6 +17,7 @@ from coop_plan.planner.core.memory_bounds import (
     budget_lower_bound,
     explain_residents,
     unrecomputable_residents,
+    working_set_bound,
     working_sets,
 )
 from coop_plan.planner.core.problem import Problem
@@ -151,8 +152,12 @@ def _planned_with_homes(
 ) -> Plan:
     """The better of the plans with and without movable residents on the host.
 
-    With a time limit each search has half of it.
+    With a time limit each search has half of it. A process proves a bound during the second one, if
+    the method is exact.
     """
+    from coop_plan.planner.exact.dual.background import BoundingProcess
+    from coop_plan.planner.exact.params import DEFAULTS
+    from coop_plan.planner.homes.bound import with_bound
     from coop_plan.planner.homes.search import HomeSearch
 
     graph, limit = problem.graph, options.time_limit
@@ -160,23 +165,36 @@ def _planned_with_homes(
         {"smallest": False, "time_limit": None if limit is None else limit / 2}
     )
     deadline = None if limit is None else started + limit
+    request = Request(0, options.off, deadline, options.seed, progress=progress)
     found: Plan | None = None
+    if options.budget.kind == "min":
+        least = HomeSearch(problem, options, request.part(0.5)).smallest(
+            keep_all_peak(graph, options)
+        )
+        if least is not None and least.peak_bytes <= _least_with_all_residents(problem):
+            return least
+        found = _planned_without_homes(problem, alone, progress, start, time.monotonic())
+        plans = [found] if least is None else [found, least]
+        return min(plans, key=lambda made: (made.peak_bytes, made.cost_us))
     refusal: InfeasibleBudgetError | TimeLimitError | None = None
     try:
         found = _planned_without_homes(problem, alone, progress, start, started)
     except (InfeasibleBudgetError, TimeLimitError) as error:
         refusal = error
-    request = Request(0, options.off, deadline, options.seed, progress=progress)
     search = HomeSearch(problem, options, request)
-    if found is not None and options.budget.kind == "min":
-        return search.smallest(found.peak_bytes) or found
     if found is not None and found.cost_us <= problem.floor_us and not problem.host_ops:
         return found
     everything = keep_all_peak(graph, options)
     budget = options.budget.resolve(everything)
     if budget is not None:
-        cheaper = search.cheapest(budget, math.inf if found is None else found.cost_us)
-        found = cheaper or found
+        with BoundingProcess() as process:
+            if options.info.anytime:
+                process.begin_with_homes(problem, budget)
+            cheaper = search.cheapest(budget, math.inf if found is None else found.cost_us)
+            found = cheaper or found
+            if found is not None:
+                found = with_bound(found, process, deadline or started + DEFAULTS.default_seconds)
+                verify(graph, found)
     if found is None and options.smallest and isinstance(refusal, InfeasibleBudgetError):
         least = search.smallest(everything)
         if least is not None and least.peak_bytes <= refusal.budget_bytes:
@@ -186,6 +204,11 @@ def _planned_with_homes(
         assert refusal is not None
         raise refusal
     return found
+
+
+def _least_with_all_residents(problem: Problem) -> int:
+    """Bytes that every plan with all residents on the device needs."""
+    return problem.fixed_bytes + max(0, working_set_bound(problem).bytes - problem.alignment + 1)
 
 
 def _planned_without_homes(
@@ -279,6 +302,8 @@ def _refusal(
         residents = unrecomputable_residents(problem, limit)
     if residents is not None:
         blocking = residents.op
+    if problem.home_candidates and not info.homes:
+        unused = [*unused, "movable residents"]
     return InfeasibleBudgetError(
         info.name,
         budget_bytes,

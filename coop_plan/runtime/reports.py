@@ -93,7 +93,8 @@ class StepReport:
     """Bytes of the host arena that the last step used."""
     measured_offload_stall_us: float = 0.0
     measured_prefetch_stall_us: float = 0.0
-    """Waits of the last step's ops for transfers to the host, and for transfers from it."""
+    """Waits of the last step's ops for transfers to the host, and for transfers from it; like the
+    times of ops, on the CPU without waits for a processor that another process has."""
     measured_host_us: float = 0.0
     """Time in the last step's updates on the host, µs."""
     measured_host_stall_us: float = 0.0

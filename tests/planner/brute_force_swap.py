@@ -4,15 +4,18 @@ Label setting over event sequences: what may come next is a run, a free, a copy 
 wait. A state says what is readable, in flight and on the host; its labels are the times of compute,
 of both engines and of what is in flight, and only those that are nowhere later than another are
 kept. Memory is logical, and ops first run in program order. SsaForm of what is overwritten in the
-arena are tensors (`planner.core.ssa`), each with one buffer at a time.
+arena are tensors (`planner.core.ssa`), each with one buffer at a time. Homes are on the host from
+the begin on (`planner.homes.lower`), and their last versions at the end.
 """
 
 import heapq
-from itertools import combinations
+from itertools import chain, combinations
 from typing import NamedTuple
 
 from coop_plan.planner import Problem
 from coop_plan.planner.core.ssa import SsaForm
+from coop_plan.planner.homes.lower import lowered
+from coop_plan.planner.homes.updates import host_updates
 
 
 class TooManyStatesError(Exception):
@@ -41,20 +44,43 @@ def shortest(
     Raises:
         TooManyStatesError: more than `most` labels.
     """
-    return _Search(problem, arena_bytes, variants).run(most)
+    return _Search(SsaForm.of(problem), arena_bytes, variants).run(most)
+
+
+def shortest_with_homes(problem: Problem, budget: int, *, most: int = 20_000) -> float | None:
+    """As `shortest`, within a budget (bytes), of all choices of homes and of updates on the host.
+
+    The host computes the updates in the order in which their gradients arrive.
+    """
+    movable = [problem.graph.tensors[t].id for t in problem.home_candidates]
+    costs = []
+    for updates in _subsets(host_updates(problem)):
+        used = {t for update in updates for t in update.residents}
+        for others in _subsets([t for t in movable if t not in used]):
+            form = lowered(problem, {*used, *others}, updates).form
+            arena = budget - form.problem.fixed_bytes
+            if arena >= 0:
+                costs.append(_Search(form, arena, False).run(most))
+    return min((cost for cost in costs if cost is not None), default=None)
+
+
+def _subsets(items):
+    return chain.from_iterable(combinations(items, count) for count in range(len(items) + 1))
 
 
 class _Search:
-    def __init__(self, problem, arena_bytes, variants):
-        versions = SsaForm.of(problem)
+    def __init__(self, versions, arena_bytes, variants):
         self.problem = problem = versions.problem
+        self.copies = frozenset(problem.homes.copies)
+        self.returned = {t for t, _ in problem.homes.returned}
+        self.host_us = dict(problem.homes.host_us)
         self.graph = problem.graph
         self.ends = [{read for _, read in pairs} for pairs in versions.overwrites]
         step, limit = problem.alignment, problem.host_budget
         self.capacity = -(-arena_bytes // step) * step
         self.host_capacity = float("inf") if limit is None else -(-limit // step) * step
-        self.n = problem.op_count
-        self.variants = [[] for _ in range(self.n)]
+        self.n = problem.op_count - len(problem.homes.returned)
+        self.variants = [[] for _ in range(problem.op_count)]
         for variant in problem.variants if variants else problem.variants[: self.n]:
             self.variants[variant.op].append(variant)
         device = self.graph.device
@@ -76,13 +102,15 @@ class _Search:
 
     def run(self, most):
         none = frozenset()
-        start, times = State(0, none, (), (), none), (0.0, 0.0, 0.0)
+        start = State(len(self.copies), none, (), (), self.copies)
+        times = (0.0, 0.0, 0.0, 0.0)
         labels, heap, number = {start: [times]}, [(0.0, 0, start, times)], 0
         while heap:
             now, _, state, times = heapq.heappop(heap)
             if times not in labels[state]:
                 continue
-            if state.done == self.n and self.kept <= state.live and not state.away + state.back:
+            ended = state.done == self.n and not state.away + state.back
+            if ended and self.kept <= state.live and self.returned <= state.host:
                 return now
             for following, then in self.moves(state, times):
                 known = labels.setdefault(following, [])
@@ -95,17 +123,19 @@ class _Search:
                 number += 1
                 if number > most:
                     raise TooManyStatesError
-                heapq.heappush(heap, (then[0], number, following, then))
+                heapq.heappush(heap, (max(then[0], then[3]), number, following, then))
         return None
 
     def moves(self, state, times):
-        """States that may follow, each with its times: compute, both engines, what is in flight."""
+        """States that may follow, with times: compute, engines, host, what is in flight."""
         done, live, away, back, host = state
-        now, out_free, back_free, *ends = times
+        now, out_free, back_free, computed, *ends = times
         out_ends, back_ends = ends[: len(away)], ends[len(away) :]
 
-        def label(clock, following, out_at=out_free, back_at=back_free, out=(), coming=()):
-            return following, tuple(max(clock, t) for t in (clock, out_at, back_at, *out, *coming))
+        def label(clock, following, out_at=out_free, back_at=back_free, out=(), coming=(), us=0.0):
+            host_at = max(computed, out[-1]) + us if us else computed
+            free = (clock, out_at, back_at, host_at, *out, *coming)
+            return following, tuple(max(clock, t) for t in free)
 
         for t in live - set(away):
             yield label(
@@ -117,7 +147,8 @@ class _Search:
             if self.problem.size[t] and self.problem.size[t] <= host_room:
                 end = max(now, out_free) + self.out[t]
                 following = state._replace(away=(*away, t))
-                yield label(now, following, end, back_free, [*out_ends, end], back_ends)
+                us = self.host_us.get(t, 0.0)
+                yield label(now, following, end, back_free, [*out_ends, end], back_ends, us)
         for t in host - live - set(back):
             if self.problem.size[t] <= room:
                 end = max(now, back_free) + self.back[t]
@@ -135,7 +166,7 @@ class _Search:
             following = state._replace(back=back[1:], live=live | {back[0]})
             clock = max(now, back_ends[0])
             yield label(clock, following, out_free, back_free, out_ends, back_ends[1:])
-        for o in range(min(done + 1, self.n)):
+        for o in range(len(self.copies), min(done + 1, self.n)):
             if o < done and not self.graph.ops[o].recomputable:
                 continue
             for variant in self.variants[o]:

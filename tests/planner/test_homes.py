@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.synthetic import gpt, with_adamw
 from coop_plan.planner import InfeasibleBudgetError, plan
 from coop_plan.planner.core.memory_bounds import budget_lower_bound
 from coop_plan.planner.core.problem import Problem
@@ -13,6 +14,7 @@ from coop_plan.planner.homes.search import HomeSearch
 from coop_plan.planner.inspect.explain import explain
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.planning import keep_all_peak
+from coop_plan.planner.registry import METHODS
 from coop_plan.planner.search.makespan.annealing import MOVES
 from coop_plan.planner.search.makespan.metropolis import evaluate_sequence
 from coop_plan.planner.search.makespan.sequence import (
@@ -138,6 +140,17 @@ def test_residents_may_exceed_the_budget():
     assert made.cost_us < 2 * made.base_cost_us
 
 
+@pytest.mark.parametrize("method", [name for name, info in METHODS.items() if not info.homes])
+def test_a_method_without_homes_says_which_method_has_them(method):
+    """It plans with all residents on the device, and names the remedy below their bytes."""
+    graph = iteration(layers=2)
+    resident = sum(t.bytes for t in graph.tensors if t.resident)
+    assert plan(graph, "100%", method=method, alignment=1).homes == []
+    told = f"{method} does not use the graph's .*movable residents, coop-offline does"
+    with pytest.raises(InfeasibleBudgetError, match=told):
+        plan(graph, resident, method=method, alignment=1)
+
+
 def test_an_explanation_has_the_bound_with_the_plans_link():
     """A captured graph may have none: the option `link` set that of its plan."""
     graph = iteration()
@@ -170,8 +183,34 @@ def test_a_refusal_names_a_bound_that_homes_respect():
 def test_the_search_for_the_smallest_budget_ends_without_a_plan(monkeypatch):
     """Also below 64 bytes, where a 64th of the budget is none."""
     graph = iteration(layers=1, weight=4, activation=4)
-    monkeypatch.setattr(HomeSearch, "_plan", lambda *_: None)
+    monkeypatch.setattr(HomeSearch, "_search", lambda *_: None)
     assert plan(graph, "min", alignment=1).homes == []
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_the_smallest_budget_is_searched_between_its_bound_and_one_that_is_met(
+    monkeypatch, on_host
+):
+    """Activations leave the device, too: the peak is a 64th above its bound at most.
+
+    One whole search lowers the cost, and few probes come before it.
+    """
+    graph = with_adamw(gpt(2, tokens=1024, width=256), 25.0)
+    if not on_host:
+        ops = [op.model_copy({"variants": []}) for op in graph.ops]
+        graph = graph.model_copy({"ops": ops})
+    searched = []
+    search = HomeSearch._search
+
+    def counted(self, low, known, budget, limit_us, request):
+        searched.append(request.any_schedule)
+        return search(self, low, known, budget, limit_us, request)
+
+    monkeypatch.setattr(HomeSearch, "_search", counted)
+    least = plan(graph, "min")
+    assert least.peak_bytes <= least.budget_lower_bound_bytes * (1 + 1 / 64) + 512
+    assert searched.count(False) == 1
+    assert len(searched) <= 10
 
 
 def without_write_back(document):

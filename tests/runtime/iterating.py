@@ -82,23 +82,27 @@ def runs_on_host(report):
     return [step.op for step in report.plan.steps if getattr(step, "variant", None) == "host"]
 
 
-def eager(loss, optimizer, batches, clip_norm):
+def eager(loss, optimizer, batches, clip_norm, scaler=None):
     """The losses and the norm of the loop."""
     optimizers = listed(optimizer)
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     for one in optimizers:
         one.zero_grad()
     losses = []
     for batch in batches:
         made = loss(batch)
-        made.backward()
+        scaler.scale(made).backward()
         losses.append(made.detach())
     parameters = [p for one in optimizers for group in one.param_groups for p in group["params"]]
     norm = None
     if clip_norm is not None:
+        for one in optimizers:
+            scaler.unscale_(one)
         norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
     for one in optimizers:
-        one.step()
+        scaler.step(one)
         one.zero_grad()
+    scaler.update()
     return losses, norm
 
 

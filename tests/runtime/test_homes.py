@@ -2,8 +2,10 @@
 
 import copy
 import gc
+import io
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -270,6 +272,43 @@ def test_states_are_saved_and_loaded_between_iterations(tmp_path):
     assert equal(held, held_after)
 
 
+READERS = {
+    "load": torch.load,
+    "map": lambda path: torch.load(path, mmap=True),
+    "safetensors": safetensors.torch.load_file,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_read_from_a_file_has_a_home(reader, tmp_path):
+    """As weights of `from_pretrained`, and states of a checkpoint, in its process or in another."""
+    numbers, path, states = Mlp().state_dict(), tmp_path / "weights", tmp_path / "states"
+    if reader == "safetensors":
+        safetensors.torch.save_file(numbers, path)
+    else:
+        torch.save(numbers, path)
+
+    def model():
+        made = Mlp()
+        made.load_state_dict(READERS[reader](path), assign=True)
+        made.layers[0].requires_grad_(False)
+        return made
+
+    first, second = Pair(model, "momentum", "min"), Pair(model, "momentum", "min")
+    first.run(0)
+    torch.save(first.mine.state_dict(), states)
+    before = copy.deepcopy(first.ours.state_dict())
+    read = READERS["load" if reader == "safetensors" else reader](states)
+    for pair in (first, second):
+        for net, optimizer in ((pair.ours, pair.mine), (pair.theirs, pair.other)):
+            optimizer.load_state_dict(copy.deepcopy(read))
+            net.load_state_dict(before)
+        pair.mine.load_state_dict(read)
+        report = pair.run(1, 2)
+        assert len(report.plan.homes) == 2 + 2 * 2 * 5
+        read = READERS["load" if reader == "safetensors" else reader](states)
+
+
 def test_a_parameter_may_have_other_memory_between_iterations():
     pair = Pair(Mlp, "momentum", "min")
     pair.run(0)
@@ -282,8 +321,16 @@ def test_a_parameter_may_have_other_memory_between_iterations():
 
 
 def test_memory_of_a_numpy_array_stays():
-    """At its home, as long as the plan does; before the first iteration, where it is."""
+    """At its home, as long as the plan does; before the first iteration, where it is.
+
+    Also of what was read from a file, and is one of PyTorch's since an array was made of it.
+    """
     pair = Pair(Mlp, "momentum", "min")
+    for layer in (pair.ours.layers[0], pair.theirs.layers[0]):
+        written = io.BytesIO()
+        torch.save(layer.weight.detach(), written)
+        written.seek(0)
+        layer.weight.data = torch.load(written)
     first, last = pair.ours.layers[0].weight, pair.ours.layers[-1].weight
     array = first.detach().numpy()
     report = pair.run(0)

@@ -13,6 +13,7 @@ from coop_plan.planner.homes import search
 from coop_plan.runtime import PartlyUpdatedError
 from coop_plan.runtime.device import build
 from coop_plan.runtime.device.copy_engines import TO_HOST, CpuCopyEngines, cpu_engines
+from coop_plan.runtime.execute.host_updates import HostUpdates
 from coop_plan.runtime.whole_iteration import updates
 from tests.runtime.iterating import OPTIMIZERS, preferring_host, runs_on_host
 from tests.runtime.test_homes import WIDTH, Gpt, Mlp, Pair, Pixels, Waves, copying
@@ -169,6 +170,17 @@ def test_a_copy_that_fails_leaves_its_update_out(monkeypatch):
     updated = sum(not torch.equal(*one) for one in zip(before, after, strict=True))
     assert found.match(f"after {updated} of 12 parameters were updated")
     assert 0 < updated < 12
+
+
+def test_the_wait_of_the_end_is_without_those_for_a_processor():
+    """An update that sleeps has no processor; one that waits for its copy does not need one."""
+    ended = []
+    with HostUpdates(lambda: ended.append(None)) as host:
+        for waited_us in (0.0, 7.0):
+            copied = torch.zeros(1), waited_us
+            host.start(lambda copied=copied: copied, lambda _: time.sleep(0.05))
+    assert len(ended) == 2
+    assert 7.0 < host.stall_us == pytest.approx(host.busy_us + 7.0)
 
 
 def test_two_threads_wait_for_a_copy():

@@ -7,6 +7,7 @@ import itertools
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,7 @@ def test_copies_take_as_long_as_the_link_says():
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 1 << 14), st.integers(0, 300)), min_size=1, max_size=8))
+@given(st.lists(st.tuples(st.integers(1, 1 << 17), st.integers(0, 300)), min_size=1, max_size=8))
 def test_copies_of_any_size_are_complete_after_their_time(copies):
     """Each of some bytes takes some µs, after the one before it, a small one too."""
     links, total = CpuCopyEngines(), sum(size for size, _ in copies)
@@ -134,6 +135,20 @@ def test_copies_of_any_size_are_complete_after_their_time(copies):
     assert all(span.end_us - span.begin_us >= least_us - 1e-3 for span, least_us in timed)
     for (one, least_us), (following, _) in itertools.pairwise(timed):
         assert following.begin_us >= one.begin_us + least_us - 1e-3
+
+
+def test_waits_for_copies_are_without_those_for_a_processor():
+    """A copy of 1 ms is due 1 ms after its begin, whenever a thread ran again."""
+    links, size = CpuCopyEngines(), 1 << 17
+    slab, value = links.reserve(size), torch.zeros(size, dtype=torch.uint8)
+    waited = []
+    for _ in range(10):
+        handle = links.copy(TO_HOST, [value.untyped_storage()], slab, 0, 1000.0)
+        began = time.monotonic() * 1e6
+        span = links.wait(handle)
+        waited.append(span.waited_us)
+        assert 0 <= span.waited_us <= max(0, span.begin_us + 1000 - began)
+    assert any(waited)
 
 
 def fails_once(monkeypatch, direction):

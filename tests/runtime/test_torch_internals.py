@@ -50,6 +50,7 @@ with assumed("the names that runtime/torch_internals imports"):
         joint_graphs,
         kept_traces,
         ops,
+        optimizers,
         partitioner,
         ranks,
         tracing,
@@ -92,7 +93,9 @@ def test_what_is_private_is_seen(line):
 
 
 def test_nobody_else_names_the_inside_of_pytorch():
-    others = [p for p in (ROOT / "runtime").rglob("*.py") if "torch_internals" not in p.parts]
+    frameworks = ROOT / "runtime/integrations/internals.py"
+    sources = [p for p in (ROOT / "runtime").rglob("*.py") if p != frameworks]
+    others = [p for p in sources if "torch_internals" not in p.parts]
     assert len(others) > 20
     found = [f"{p}:{line} {name}" for p in others for line, name in private_names(p.read_text())]
     assert found == []
@@ -1172,3 +1175,39 @@ def test_norms_are_added_in_the_order_of_the_groups():
         with assumed("clipping groups gradients by `_group_tensors_by_device_and_dtype`"):
             total = torch.nn.utils.get_total_norm(made, foreach=False)
             assert torch.equal(torch.linalg.vector_norm(norms), total)
+
+
+def test_a_scaler_reads_the_notes_of_a_check():
+    """`step` leaves out what was found, `update` lowers the scale, and both forget the notes."""
+    for found in (0.0, 1.0):
+        parameter = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([parameter], 1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        assert optimizers.unscales_as_pytorch(scaler)
+        assert optimizers.device_type(scaler) == "cpu"
+        scaler.scale(parameter.sum()).backward()
+        with assumed("GradScaler keeps its checks in `_per_optimizer_states`"):
+            optimizers.note_unscaled(scaler, optimizer, torch.tensor(found))
+            with pytest.raises(RuntimeError, match="already been called"):
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert parameter[0].item() == (1.0 if found else -7.0)
+        assert scaler.get_scale() == (4.0 if found else 8.0)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_fused_optimizers_unscale_by_themselves(kind):
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    assert not optimizers.unscales_itself(kind([parameter], 1.0))
+    optimizer = kind([parameter], 1.0, fused=True)
+    with assumed("fused optimizers have `_step_supports_amp_scaling`"):
+        assert optimizers.unscales_itself(optimizer)
+    checks = [vars(optimizer).get(optimizers.CHECKED_ONCE)]
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
+    optimizer.step()
+    assert torch.equal(parameter, torch.ones(2))
+    with assumed("fused SGD checks devices once"):
+        checks.append(vars(optimizer).get(optimizers.CHECKED_ONCE))
+        assert checks == ([True, False] if kind is torch.optim.SGD else [None, None])

@@ -55,16 +55,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 class Mixed(nn.Module):
-    """Layers of several dtypes."""
+    """Layers of several dtypes, and a scalar of each."""
 
     def __init__(self, dtypes):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for dtype in dtypes)
+        self.scales = nn.ParameterList(torch.tensor(1.5, dtype=dtype) for dtype in dtypes)
 
     def forward(self, x):
-        for layer in self.layers:
-            x = layer(x.to(layer.weight.dtype)).tanh()
+        for layer, scale in zip(self.layers, self.scales, strict=True):
+            x = scale * layer(x.to(scale.dtype)).tanh()
         return x.float()
 
 

@@ -23,7 +23,8 @@ class InfeasibleBudgetError(ValueError):
         budget_lower_bound_bytes: proved lower bound on the peak of every schedule of any method
             (`planner.core.memory_bounds`); None if unknown.
         held: the unrecomputable residents during that op, and why they are; "" without any.
-        unused: choices that the graph offers and the method ignores: "variants", "transfers".
+        unused: choices that the graph offers, that coop-offline makes and the method ignores:
+            "variants", "transfers", "movable residents".
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class InfeasibleBudgetError(ValueError):
         clauses += [", ".join(known)] if known else []
         clauses.append(blocked)
         if unused:
-            clauses.append(f"{method} does not use the graph's {' and '.join(unused)}")
+            named = " and ".join(unused)
+            clauses.append(f"{method} does not use the graph's {named}, coop-offline does")
         if min_feasible_bytes is None and met_bytes is not None:
             clauses.append("budget min is the smallest it can meet")
         super().__init__("; ".join(clauses))

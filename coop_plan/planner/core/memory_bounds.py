@@ -8,14 +8,15 @@ every order of the ops and for any number of reruns. With transfers or variants 
 hold.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from heapq import nlargest
 from itertools import accumulate
 from typing import NamedTuple
 
 from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.core.inplace import working_set_bytes
-from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.problem import Problem, plannable_variants
+from coop_plan.schemas import Op, Variant
 
 
 class WorkingSets(NamedTuple):
@@ -192,15 +193,28 @@ def _bound_with_homes(problem: Problem, slack: int) -> int:
     One that may run on the host needs none.
     """
     movable = {t: problem.bytes[t] for t in problem.home_candidates}
-    first = working_sets(problem).first
-    least = [problem.fixed_bytes] * problem.op_count
-    for number, variant in enumerate(problem.variants):
-        held = sum(movable.get(t, 0) for t in set(variant.inputs))
-        least[variant.op] = min(least[variant.op], held + first[number] - slack)
+    least = dict[int, int]()
+    for variant, bytes_ in zip(problem.variants, bytes_with_homes(problem, movable), strict=True):
+        need = bytes_ - slack
+        least[variant.op] = min(need, least.get(variant.op, need))
     for op in problem.host_ops:
         least[op] = 0
     fixed = problem.fixed_bytes - sum(movable.values())
-    return fixed + max(0, max(least, default=0))
+    return fixed + max([0, *least.values()])
+
+
+def bytes_with_homes(problem: Problem, movable: Mapping[int, int]) -> Iterator[int]:
+    """Per variant its working set with the movable residents (tensor: bytes) that it reads.
+
+    Without those whose buffer an output may take over.
+    """
+    graph, first = problem.graph, working_sets(problem).first
+    forms: list[Op | Variant] = [*graph.ops]
+    forms += [variant for _, variant in plannable_variants(graph)]
+    for form, variant, bytes_ in zip(forms, problem.variants, first, strict=True):
+        shared = {t for _, t in form.inplace}
+        held = movable.keys() & variant.inputs
+        yield bytes_ + sum(movable[t] for t in held if graph.tensors[t].id not in shared)
 
 
 def arena_lower_bound(problem: Problem, max_searched: int = 10_000) -> int:

@@ -95,33 +95,64 @@ class HomeSearch:
     def smallest(self, budget: int) -> Plan | None:
         """The plan of least memory that is found, below a budget (bytes) that is known to be met.
 
-        All movable residents for which the host has room have homes, and all updates that may run
-        on the host do if that needs less memory.
+        All movable residents for which the host has room have homes, and none or all of the updates
+        that may run on the host do. The choice whose ops need less at once is searched first, the
+        other one if it may need less than the plan found. A whole search lowers the cost.
         """
-        best: Plan | None = None
-        for updates in ([], self.updates) if self.updates else ([],):
-            found = self._smallest(updates, budget)
-            if found is not None:
-                best, budget = found, found.peak_bytes
-        return best
-
-    def _smallest(self, updates: list[HostUpdate], budget: int) -> Plan | None:
-        """As `smallest`, with these updates on the host."""
         if not self.order:
             return None
-        task = self._streaming_task(self.order, updates, self.request.part(0.5))
+        choices = []
+        for updates in ([], self.updates) if self.updates else ([],):
+            task = self._streaming_task(self.order, updates, self.request.part(0.25))
+            choices.append((task.problem.fixed_bytes + task.working_set.bytes, updates, task))
+        best: tuple[Lowered, Plan, Ints] | None = None
+        for bound, updates, task in sorted(choices, key=lambda choice: choice[0]):
+            found = self._least(updates, task, bound, budget) if bound < budget else None
+            if found is not None:
+                best, budget = found, found[1].peak_bytes
+        if best is None:
+            return None
+        low, made, known = best
+        cheaper = self._search(low, [known], budget, made.cost_us, self.request)
+        if cheaper is not None:
+            made = cheaper[0]
+        figures = {"budget_lower_bound_bytes": budget_lower_bound(self.problem)}
+        return made.model_copy(figures | {"budget_bytes": made.peak_bytes})
+
+    def _least(
+        self, updates: list[HostUpdate], task: Task, bound: int, budget: int
+    ) -> tuple[Lowered, Plan, Ints] | None:
+        """The plan of least memory below a budget and its sequence, with these updates on the host.
+
+        Probes for any plan begin at the bytes that `task`, without transfers, needs, and go up by
+        64ths until one succeeds. The next one is at `bound`, which no plan is much below. Others
+        halve the bytes between the largest failure and the smallest success, down to a 64th. Each
+        begins from the last plan.
+        """
+        everything = lay_out_everything(task.problem).placed
         try:
-            arena = task.smallest(lay_out_everything(task.problem).placed).arena_bytes
+            placed = task.smallest(everything, at_any_cost=True).solution.placed
         except TimeLimitError:
             return None
-        least = task.problem.fixed_bytes + arena
+        low = lowered(self.problem, self.order, updates)
+        known = sequence_of(low, to_sequence(placed.schedule))
+        least, failed = task.problem.fixed_bytes + placed.arena_bytes, bound - 1
+        best: Plan | None = None
         while least < budget and not self.request.out_of_time():
-            found = self._plan(self.order, updates, least, np.inf, self.request)
+            probe = replace(self.request.part(0.25), any_schedule=True)
+            found = self._search(low, [known], least, np.inf, probe)
             if found is not None:
-                figures = {"budget_lower_bound_bytes": budget_lower_bound(self.problem)}
-                return found.model_copy(figures | {"budget_bytes": found.peak_bytes})
-            least += max(1, least // 64)
-        return None
+                best, known = found
+                budget = best.peak_bytes
+            elif best is not None:
+                failed = least
+            else:
+                least += max(1, least // 64)
+                continue
+            if budget - failed <= max(1, budget // 64):
+                break
+            least = bound if failed < bound else (failed + budget) // 2
+        return None if best is None else (low, best, known)
 
     def _chosen(self, on_host: float, home: float) -> tuple[list[HostUpdate], list[int]]:
         """The updates on the host and the homes (tensor ids) of a pair of shares.
@@ -153,22 +184,30 @@ class HomeSearch:
         if start is None:
             return None
         low = lowered(self.problem, homes, updates)
+        known = [sequence_of(low, start), *self._as_zero_offload(low, budget, request)]
+        found = self._search(low, known, budget, limit_us, request)
+        return None if found is None else found[0]
+
+    def _search(
+        self, low: Lowered, known: list[Ints], budget: int, limit_us: float, request: Request
+    ) -> tuple[Plan, Ints] | None:
+        """As `_plan`, from known sequences, with the plan's; the search begins from the first."""
         problem = low.form.problem
         request = replace(request, arena_bytes=budget - problem.fixed_bytes)
-        program = np.arange(self.problem.op_count - len(updates))
-        starts = [sequence_of(low, ops) for ops in (start, program)]
+        program = np.arange(self.problem.op_count - len(low.updates))
+        starts = [known[0], sequence_of(low, program)]
         search = MakespanSearch(problem, request, starts, limit_us)
-        for sequence in (starts[0], *self._as_zero_offload(low, budget, request)):
+        for sequence in known:
             search.consider(sequence)
         search.run(request.deadline, lambda: False)
-        if search.placed is None:
+        if search.placed is None or search.sequence is None:
             return None
         found = self.assembled(low, search.placed, budget)
         host = self.problem.host_budget
         if host is not None and found.host_arena_bytes > host:
             return None
         verify(self.problem.graph, found)
-        return found if found.cost_us < limit_us else None
+        return (found, search.sequence) if found.cost_us < limit_us else None
 
     def _as_zero_offload(self, low: Lowered, budget: int, request: Request) -> list[Ints]:
         """The sequence in which parameters that the host updates are fetched once, if one fits.

@@ -296,6 +296,25 @@ PyObject* exchange_memory(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+// Lets a storage tell from now on whether a numpy array was made of it, if its memory was read from
+// a file (the allocator's, without its mark) or is a slice of a mapped one, freed like `like`'s, and
+// one tensor alone has it. Returns true if so.
+PyObject* take_over(PyObject*, PyObject* args) {
+  PyObject *storage, *like;
+  if (!PyArg_ParseTuple(args, "OO", &storage, &like)) return nullptr;
+  auto* one = as<c10::StorageImpl>(storage);
+  const auto deleter = one->data_ptr().get_deleter();
+  const bool sliced = deleter == as<c10::StorageImpl>(like)->data_ptr().get_deleter();
+  const bool read = one->allocator() == nullptr &&
+                    (deleter == release || deleter == original->raw_deleter());
+  const bool found = (sliced || read) && c10::raw::intrusive_ptr::use_count(one) == 2;  // and Python's
+  if (found) {
+    one->set_allocator(c10::GetCPUAllocator());
+    one->set_resizable(true);
+  }
+  return PyBool_FromLong(found);
+}
+
 PyObject* program_create(PyObject*, PyObject* args) {
   const char *first, *sizes, *offsets, *again;
   Py_ssize_t n_first, n_sizes, n_offsets, n_again;
@@ -594,6 +613,8 @@ PyMethodDef methods[] = {
      "(handle, storage, offset): move a live tensor within its memory, without its bytes."},
     {"exchange_memory", exchange_memory, METH_VARARGS,
      "(storage, storage): exchange the memory of two c10::StorageImpl."},
+    {"take_over", take_over, METH_VARARGS,
+     "(storage, slice of a storage) -> True if a file gave its memory, to one tensor."},
     {"program_create", program_create, METH_VARARGS, "(first, sizes, offsets, again, smaller) -> handle"},
     {"program_destroy", program_destroy, METH_O, "Free a program."},
     {"run_create", run_create, METH_O, "(program) -> handle of one call of it"},

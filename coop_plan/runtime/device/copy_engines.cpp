@@ -3,12 +3,15 @@
 // A copy takes at least a given duration from the time at which it could begin (after its
 // submission and the copy before it), so that a link of any bandwidth can be simulated. Its bytes
 // are copied piece by piece over that time, as by a device. The threads never hold Python's lock.
+// A copy is due when it would have ended had its thread always had a processor. A wait is measured
+// until then: an op's time is without waits for a processor, too.
 //
 // At the end: wrappers of CUDA runtime functions, by which copies on a device are submitted.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <sys/prctl.h>
+#include <time.h>
 
 #include <algorithm>
 #include <chrono>
@@ -30,13 +33,22 @@ using Micros = std::chrono::duration<double, std::micro>;
 
 double microseconds(Clock::time_point moment) { return Micros(moment.time_since_epoch()).count(); }
 
+Clock::duration as_duration(Micros time) { return std::chrono::duration_cast<Clock::duration>(time); }
+
+// Of this thread.
+Micros processor_time() {
+  timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return std::chrono::seconds(now.tv_sec) + std::chrono::nanoseconds(now.tv_nsec);
+}
+
 struct Copy {
   char* target;
   const char* source;
   size_t bytes;
   Micros min_duration;
   Clock::time_point asked;
-  Clock::time_point begin, end;
+  Clock::time_point begin, due, end;
   std::string fault;
   int waits = 1;  // that are to come
   bool over = false;
@@ -60,12 +72,12 @@ class CopyEngine {
     *copy = {target, source, bytes, Micros(min_us), Clock::now()};
     std::lock_guard<std::mutex> lock(mutex_);
     copies_[++last_] = copy;
-    // A single piece is copied at once if no other copy is before it: to wake the thread, and the
+    // A short copy is carried out at once if no other copy is before it: to wake the thread, and the
     // waiting one after it, takes longer.
-    if (bytes <= kSmallest && target && source && waiting_.empty() && !busy_) {
+    if (bytes <= kAtOnce && target && source && waiting_.empty() && !busy_) {
       std::memcpy(target, source, bytes);
       copy->begin = std::max(copy->asked, free_);
-      free_ = copy->end = copy->begin + std::chrono::duration_cast<Clock::duration>(copy->min_duration);
+      free_ = copy->due = copy->end = copy->begin + as_duration(copy->min_duration);
       copy->over = true;
       return last_;
     }
@@ -78,6 +90,11 @@ class CopyEngine {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = copies_.find(copy_id);
     return found == copies_.end() ? nullptr : found->second;
+  }
+
+  bool finished(const Copy& copy) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return copy.over && copy.end <= Clock::now();
   }
 
   // True if the copy finished within the time.
@@ -108,11 +125,10 @@ class CopyEngine {
   }
 
  private:
-  static constexpr size_t kPieces = 8, kSmallest = 1 << 12, kLargest = 1 << 20;
+  static constexpr size_t kPieces = 8, kAtOnce = 1 << 16, kSmallest = 1 << 12, kLargest = 1 << 20;
 
   static void sleep_until(const Copy& copy, double part) {
-    const auto elapsed = std::chrono::duration_cast<Clock::duration>(copy.min_duration * part);
-    std::this_thread::sleep_until(copy.begin + elapsed);
+    std::this_thread::sleep_until(copy.begin + as_duration(copy.min_duration * part));
   }
 
   void run() {
@@ -136,6 +152,7 @@ class CopyEngine {
   void carry_out(Copy& copy) {
     // Not the time at which this thread woke up: delays must not accumulate.
     copy.begin = std::max(copy.asked, free_);
+    const Micros before = processor_time();
     try {
       if (copy.bytes != 0) {
         if (copy.target == nullptr || copy.source == nullptr) {
@@ -152,8 +169,8 @@ class CopyEngine {
       copy.fault = error.what();
     }
     copy.end = Clock::now();
-    free_ = copy.begin + std::chrono::duration_cast<Clock::duration>(copy.min_duration);
-    if (copy.min_duration == Micros::zero()) free_ = copy.end;
+    const Micros least = std::max(copy.min_duration, processor_time() - before);
+    free_ = copy.due = copy.begin + as_duration(least);
   }
 
   std::mutex mutex_;
@@ -229,7 +246,7 @@ PyObject* engine_wait(PyObject*, PyObject* args) {
   const std::shared_ptr<Copy> copy = find_copy(args, &engine, &copy_id);
   if (copy == nullptr) return nullptr;
   const Clock::time_point began = Clock::now();
-  bool over = false;
+  bool over = engine->finished(*copy);  // with Python's lock, which another thread would take
   while (!over) {
     Py_BEGIN_ALLOW_THREADS;
     over = engine->wait(*copy, std::chrono::milliseconds(50));
@@ -240,8 +257,8 @@ PyObject* engine_wait(PyObject*, PyObject* args) {
   if (!copy->fault.empty()) {
     return PyErr_Format(PyExc_RuntimeError, "a copy failed: %s", copy->fault.c_str());
   }
-  return Py_BuildValue("ddd", Micros(Clock::now() - began).count(), microseconds(copy->begin),
-                       microseconds(copy->end));
+  const double waited = std::max(0.0, Micros(copy->due - began).count());
+  return Py_BuildValue("ddd", waited, microseconds(copy->begin), microseconds(copy->end));
 }
 
 // Like `wait`, but not interruptible, and without errors.
@@ -339,7 +356,7 @@ PyMethodDef methods[] = {
     {"close", engine_close, METH_O, "End the thread after its copies."},
     {"ask", engine_submit, METH_VARARGS, "(handle, to, from, bytes, min us) -> copy id"},
     {"share", engine_share, METH_VARARGS, "(handle, copy id): one thread more will wait for it."},
-    {"wait", engine_wait, METH_VARARGS, "(handle, copy id) -> us waited, begin and end, us"},
+    {"wait", engine_wait, METH_VARARGS, "(handle, copy id) -> us waited until it was due, begin and end, us"},
     {"finish", engine_finish, METH_VARARGS, "(handle, copy id): wait, and ignore errors."},
     {"settle", engine_settle, METH_O, "Wait for all copies."},
     {nullptr, nullptr, 0, nullptr}};

@@ -44,7 +44,10 @@ class CopyHandle(NamedTuple):
 
 
 class CopyTiming(NamedTuple):
-    """Timing of a finished copy, µs: time waited for it, its begin and its end."""
+    """Timing of a finished copy, µs: time waited for it, its begin and its end.
+
+    The first is without waits for a processor that another process has.
+    """
 
     waited_us: float
     begin_us: float
@@ -98,7 +101,7 @@ class CopyEngines:
         self._submitted.pop(handle, None)
         return timing
 
-    def wait_on_host(self, handle: CopyHandle) -> Callable[[], object]:
+    def wait_on_host(self, handle: CopyHandle) -> Callable[[], CopyTiming]:
         """A wait of another thread for a copy, which this thread waits for as well."""
         raise NotImplementedError
 
@@ -144,7 +147,7 @@ class CpuCopyEngines(CopyEngines):
             raise RuntimeError("the copy was submitted before this process was forked")
         return CopyTiming(*build.copy_engines().wait(engine, number))
 
-    def wait_on_host(self, handle: CopyHandle) -> Callable[[], object]:
+    def wait_on_host(self, handle: CopyHandle) -> Callable[[], CopyTiming]:
         build.copy_engines().share(*handle.name)
         return functools.partial(self._wait, handle)
 

@@ -161,6 +161,16 @@ def exchange_memory(first: torch.UntypedStorage, second: torch.UntypedStorage) -
     ext.exchange_memory(storage_object(first), storage_object(second))
 
 
+def take_over(storage: torch.UntypedStorage) -> bool:
+    """Let a storage whose memory was read from a file be resizable; False if it is of another kind.
+
+    Its memory must be that of one tensor, since an array may have been made of others.
+    """
+    ext: Any = extension()
+    part = torch.empty(1, dtype=torch.uint8, device="cpu").untyped_storage()[:]
+    return bool(ext.take_over(storage_object(storage), storage_object(part)))
+
+
 def refuse_capture_of_gradients() -> None:
     """Raise if a step with gradients in its arena is captured into a CUDA graph.
 

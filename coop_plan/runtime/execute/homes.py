@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.device.cuda import exchange_memory
+from coop_plan.runtime.device.cuda import exchange_memory, take_over
 from coop_plan.runtime.errors import RuntimeRefusalError
 from coop_plan.runtime.op_profile import part_offsets, parts_bytes
 from coop_plan.runtime.torch_internals.ops import elements_spanned
@@ -231,8 +231,11 @@ class Homes:
 
 
 def _has_to_stay(storage: torch.UntypedStorage) -> bool:
-    """True if a numpy array was made of the storage, or other processes share it."""
-    return not storage.resizable() or storage.is_shared()
+    """True if a numpy array was made of the storage, or other processes share it.
+
+    PyTorch marks storages of arrays, and those that it read from a file as well.
+    """
+    return storage.is_shared() or not (storage.resizable() or take_over(storage))
 
 
 def _check_unshared(

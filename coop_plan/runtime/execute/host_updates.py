@@ -4,10 +4,22 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 
 from coop_plan.runtime.capture.op_timing import cpu_us
+
+Copied = Callable[[], tuple[torch.Tensor, float]]
+"""A wait for the copy of a gradient; returns the copy and the time waited, µs."""
+
+
+class _Ran(NamedTuple):
+    """An update that ran: its end (seconds, of `perf_counter`), its time and its wait, µs."""
+
+    end: float
+    busy_us: float
+    waited_us: float
 
 
 class HostUpdates(AbstractContextManager["HostUpdates", None]):
@@ -25,22 +37,21 @@ class HostUpdates(AbstractContextManager["HostUpdates", None]):
         self.busy_us = 0.0
         """Time in the updates, without waits for gradients."""
         self.stall_us = 0.0
-        """Time in which the end of the context waited."""
+        """Time in which the end of the context waited, without waits for a processor."""
         self._ended = ended
         self._thread: ThreadPoolExecutor | None = None
-        self._begun: list[Future[float]] = []
+        self._begun: list[Future[_Ran]] = []
 
-    def start(
-        self, copied: Callable[[], torch.Tensor], update: Callable[[torch.Tensor], None]
-    ) -> None:
+    def start(self, copied: Copied, update: Callable[[torch.Tensor], None]) -> None:
         """Start an update; `copied` waits for the gradient."""
         if self._thread is None:
             number = torch.get_num_threads()
             self._thread = ThreadPoolExecutor(1, "coop-plan host", _use_threads, (number,))
 
-        def run() -> float:
-            gradient = copied()
-            return cpu_us(lambda: update(gradient))
+        def run() -> _Ran:
+            gradient, waited_us = copied()
+            busy_us = cpu_us(lambda: update(gradient))
+            return _Ran(time.perf_counter(), busy_us, waited_us)
 
         self._begun.append(self._thread.submit(run))
 
@@ -49,15 +60,18 @@ class HostUpdates(AbstractContextManager["HostUpdates", None]):
             return
         began = time.perf_counter()
         self._thread.shutdown()
-        self.stall_us = (time.perf_counter() - began) * 1e6
+        most_us, left_us = (time.perf_counter() - began) * 1e6, 0.0
         faults = []
         for future in self._begun:
             fault = future.exception()
             if fault is None:
-                self.busy_us += future.result()
+                ran = future.result()
+                self.busy_us += ran.busy_us
+                left_us += ran.busy_us + ran.waited_us if ran.end > began else 0.0
                 self._ended()
             else:
                 faults.append(fault)
+        self.stall_us = min(most_us, left_us)
         if faults and error is None:
             raise faults[0]
         if faults and error is not None:

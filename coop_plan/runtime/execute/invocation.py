@@ -20,7 +20,7 @@ from coop_plan.runtime.errors import StepSpentError
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.drawing_graph import DrawingGraph
 from coop_plan.runtime.execute.homes import Copy
-from coop_plan.runtime.execute.host_updates import HostUpdates
+from coop_plan.runtime.execute.host_updates import Copied, HostUpdates
 from coop_plan.runtime.execute.rng_state import Generator
 from coop_plan.runtime.execute.transfers import Layout
 from coop_plan.runtime.torch_internals.autograd import HookUse, accumulate_gradient
@@ -68,7 +68,7 @@ class Invocation:
         self.handed: Container[int] = ()
         self.used: dict[int, HookUse | None] = {}
         self.updates: Mapping[int, Callable[..., None]] = {}
-        self.updates_on_host: Mapping[int, Callable[[Callable[[], torch.Tensor]], None]] = {}
+        self.updates_on_host: Mapping[int, Callable[[Copied], None]] = {}
         self.host: HostUpdates | None = None
         self.held_bytes: Mapping[int, int] = {}
         self.alone = True

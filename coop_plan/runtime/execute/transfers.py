@@ -165,10 +165,10 @@ class TransferRunner:
         storages = [part.untyped_storage() for part in copy]
         self._begin(number, storages, [offset for offset, _ in parts])
 
-    def at_host(self, number: int, layout: Layout) -> Callable[[], torch.Tensor]:
-        """A wait of another thread for transfer `number`, an offload; it returns the copy.
+    def at_host(self, number: int, layout: Layout) -> Callable[[], tuple[torch.Tensor, float]]:
+        """A wait of another thread for transfer `number`, an offload.
 
-        The copy has this layout.
+        It returns the copy, which has this layout, and the time waited, µs.
 
         Raises:
             CopyError: by the wait, if the transfer failed.
@@ -181,10 +181,8 @@ class TransferRunner:
         copy = torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), offset, size, stride)
         waits = [self._running_engines.wait_on_host(one) for one in self._handles.get(number, ())]
 
-        def copied() -> torch.Tensor:
-            for wait in waits:
-                _completed(wait)
-            return copy
+        def copied() -> tuple[torch.Tensor, float]:
+            return copy, sum(_completed(wait).waited_us for wait in waits)
 
         return copied
 

@@ -14,6 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
 
 from coop_plan.runtime.integrations.inplace import coop, refuse
+from coop_plan.runtime.integrations.internals import prepared_models
 from coop_plan.runtime.whole_iteration.train_iteration import train_iteration
 
 
@@ -78,7 +79,7 @@ def plan_iterations(
     given = coop(budget, options)["options"]
     if isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
-    parameters = [p for model in accelerator._models for p in model.parameters()]
+    parameters = [p for model in prepared_models(accelerator) for p in model.parameters()]
     updated = {p for group in optimizer.param_groups for p in group["params"]}
     refuse(
         {

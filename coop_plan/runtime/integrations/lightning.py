@@ -15,11 +15,17 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils._pytree import tree_map
 
 from coop_plan.runtime.errors import RuntimeRefusalError
 from coop_plan.runtime.integrations.inplace import Replacements, compile_method, coop, refuse
+from coop_plan.runtime.integrations.internals import (
+    accumulates,
+    is_compiled,
+    log_of_batch,
+    zero_grad_of,
+)
 from coop_plan.runtime.reports import steps_run
+from coop_plan.runtime.torch_internals.ops import tree_map
 from coop_plan.runtime.whole_iteration.train_iteration import TrainIteration, train_iteration
 
 LOGGING = ("log", "log_dict")
@@ -131,9 +137,9 @@ class IterationBudget(Callback):
             if index % trainer.accumulate_grad_batches == 0:
                 self._waiting.clear()
             self._waiting.append(arguments)
-            if not trainer.fit_loop._should_accumulate():
+            if not accumulates(trainer):
                 return type(loop).run(loop, optimizer, index, arguments)
-            zero_grad = loop._make_zero_grad_fn(index, optimizer)
+            zero_grad = zero_grad_of(loop, index, optimizer)
             if zero_grad is not None:
                 zero_grad()
             return {}
@@ -160,7 +166,7 @@ class IterationBudget(Callback):
             del module.log
         with trainer.precision_plugin.train_step_context():  # numbers have its dtype
             for arguments, (_, logged) in zip(given, self._made, strict=True):
-                trainer._results.batch, trainer._results.batch_size = arguments["batch"], None
+                log_of_batch(trainer, arguments["batch"])
                 for args, kwargs in logged:
                     module.log(*args, **kwargs)
         output, _ = self._made.pop()
@@ -214,8 +220,7 @@ def _refuse(trainer: Any, module: Any) -> None:
             not module.automatic_optimization
         ),
         "torch.compile and Budget compile the module a second time: leave them out": (
-            module._compiler_ctx is not None
-            or any(isinstance(one, Budget) for one in trainer.callbacks)
+            is_compiled(module) or any(isinstance(one, Budget) for one in trainer.callbacks)
         ),
         "StochasticWeightAveraging runs training_step without a backward: use WeightAveraging": (
             any(isinstance(one, StochasticWeightAveraging) for one in trainer.callbacks)

@@ -33,6 +33,7 @@ class AllOrNone(AbstractContextManager["AllOrNone", None]):
         self._updates = 0
         self._begun = 0
         self._ended = 0
+        self._skipped = 0
         self._handlers: dict[int, Any] = {}
         self._unrestored: dict[int, Any] = {}
         """Python's handlers that are exchanged, and None or C's action to set again."""
@@ -61,12 +62,16 @@ class AllOrNone(AbstractContextManager["AllOrNone", None]):
         """Note that the update is done."""
         self._ended += 1
 
+    def skip(self) -> None:
+        """Note that the update that began is left out, and changes nothing."""
+        self._skipped += 1
+
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.is_running = False
         try:
-            if self._begun and self._ended == self._updates:
+            if self._begun and self._ended + self._skipped == self._updates:
                 self._finish()
-            elif self._begun and error is not None:
+            elif self._begun > self._skipped and error is not None:
                 raise PartlyUpdatedError(
                     f"after {self._ended} of {self._updates} parameters were updated, the iteration"
                     f" failed with {type(error).__name__}: load the state of before, as from a"

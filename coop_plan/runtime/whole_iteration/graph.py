@@ -1,18 +1,19 @@
 """The graph of an iteration, from AOTAutograd's joint graph of the losses of its micro-batches.
 
 Program order is that of the loop in eager: the forward and the backward of each micro-batch, then
-the norm of the gradients, if they are clipped. Each parameter is updated as soon as its gradient is
-complete and no later op of the program reads the parameter.
+the checks for a GradScaler, and the norm of the gradients, if they are clipped. Each parameter is
+updated as soon as its gradient is complete and no later op of the program reads the parameter.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from coop_plan.runtime.capture.graph_builder import UPDATE, UpdateOp
+from coop_plan.runtime.capture.graph_builder import UPDATE, UpdateOp, write_input
 from coop_plan.runtime.capture.input_updates import omit_statistics
 from coop_plan.runtime.capture.joint_graph import Captured, forward_nodes
 from coop_plan.runtime.capture.op_variants import VariantPasses
@@ -26,7 +27,7 @@ from coop_plan.runtime.torch_internals.joint_graphs import (
     plain_outputs,
     tangent_output,
 )
-from coop_plan.runtime.torch_internals.ops import OpOverload, norm_order
+from coop_plan.runtime.torch_internals.ops import TO_COPY, OpOverload, norm_order
 from coop_plan.runtime.variants.inplace_outputs import overwritable_arguments
 
 aten = torch.ops.aten
@@ -47,11 +48,28 @@ NORM_EPSILON = 1e-6
 """Summand of the norm in `torch.nn.utils.clip_grad_norm_`."""
 
 
+@dataclass(frozen=True)
+class ScaledGradients:
+    """Gradients of scaled losses, by position of the parameter.
+
+    Attributes:
+        record: a further input, after all others: a float32 tensor of the scale, then for each
+            optimizer 1 if one of its gradients is not finite, else 0, which the graph writes.
+        owners: place of a gradient's optimizer in the record.
+        divided: gradients that their updates divide by the scale.
+    """
+
+    record: torch.Tensor
+    owners: Mapping[int, int]
+    divided: Collection[int]
+
+
 def iteration_graph(
     joint: fx.GraphModule,
     num_fwd_outputs: int,
     updates: Mapping[int, UpdateProfile],
     clip_norm: float | None,
+    scaled: ScaledGradients | None = None,
 ) -> fx.GraphModule:
     """The graph of an iteration; its outputs are the forward's outputs, then the gradients' norm.
 
@@ -60,18 +78,24 @@ def iteration_graph(
         num_fwd_outputs: how many of its outputs are the forward's.
         updates: updates of the optimizer in its order, by position of the parameter.
         clip_norm: largest norm of all gradients, as in `torch.nn.utils.clip_grad_norm_`.
+        scaled: if a GradScaler scales the losses.
 
     Raises:
-        CaptureError: a gradient belongs to no parameter of the optimizer.
+        CaptureError: a gradient belongs to no parameter of the optimizer, or with a GradScaler no
+            gradient to an optimizer.
     """
-    return _Builder(joint, num_fwd_outputs).build(updates, clip_norm)
+    return _Builder(joint, num_fwd_outputs, scaled).build(updates, clip_norm)
 
 
 class _Builder:
     """Emits the nodes of the joint graph in the order of the loop."""
 
-    def __init__(self, joint: fx.GraphModule, num_fwd_outputs: int) -> None:
+    def __init__(
+        self, joint: fx.GraphModule, num_fwd_outputs: int, scaled: ScaledGradients | None
+    ) -> None:
         self._joint = joint
+        self._scaled = scaled
+        self._record: fx.Node
         self._graph = fx.Graph()
         self._placed: dict[fx.Node, fx.Node] = {}
         end = next(iter(reversed(joint.graph.nodes)))
@@ -89,6 +113,12 @@ class _Builder:
         primals = list(filter(is_primal, self._joint.graph.nodes))
         for node in primals:
             self._placed[node] = self._graph.node_copy(node)
+        if self._scaled is not None:
+            self._record = self._graph.placeholder(f"primals_{len(primals) + 1}")
+            fake = next(iter(self._losses)).meta["val"]
+            self._record.meta["val"] = fake.fake_mode.from_tensor(
+                self._scaled.record, static_shapes=True
+            )
         for position, value in enumerate(self._gradients):
             if isinstance(value, fx.Node) and position not in updates:
                 shape = tuple(primals[position].meta["val"].shape)
@@ -106,6 +136,8 @@ class _Builder:
             position: self._as_accumulated(summed[position], primals[position].meta["val"], seen)
             for position in trained
         }
+        if self._scaled is not None:
+            self._unscale(sums, self._scaled)
         norm = self._clip(sums, clip_norm) if clip_norm is not None and sums else None
         for position in trained:
             node = self._graph.call_function(update, (None, position, sums[position]))
@@ -131,7 +163,7 @@ class _Builder:
             for node in nodes:
                 if ranks.get(node) == rank:
                     self._emit(node, rank)
-            self._placed[tangent] = self._call(aten.ones_like.default, self._placed[loss])
+            self._placed[tangent] = self._tangent(self._placed[loss])
             self._placed[tangent].meta["val"] = tangent.meta["val"]  # which views share
             last = {position: of[rank][-1] for position, of in terms.items() if rank in of}
             ends: dict[fx.Node, list[int]] = {}
@@ -143,6 +175,13 @@ class _Builder:
                     for position in ends.get(node, ()):
                         self._accumulate(sums, position, terms[position][rank], rank)
         return sums
+
+    def _tangent(self, loss: fx.Node) -> fx.Node:
+        """The gradient of a loss: one, or the scale in the loss's dtype."""
+        one = self._call(aten.ones_like.default, loss)
+        if self._scaled is None:
+            return one
+        return self._times(one, self._call(aten.select.int, self._record, 0, 0))
 
     def _accumulate(
         self, sums: dict[int, fx.Node], position: int, terms: Sequence[fx.Node], rank: int
@@ -236,6 +275,42 @@ class _Builder:
             return self._call(aten.clone.default, gradient, memory_format=kept)
         return self._call(aten.contiguous.default, gradient, memory_format=kept)
 
+    def _unscale(self, gradients: dict[int, fx.Node], scaled: ScaledGradients) -> None:
+        """Check and unscale the gradients as `GradScaler.unscale_` does.
+
+        All of them depend on the record, so that it is written before the first update. Those that
+        their updates divide by the scale are multiplied by one, as GradScaler does.
+        """
+        parts = [self._call(aten.select.int, self._record, 0, 0)]
+        for number in range(1, scaled.record.numel()):
+            own = [node for at, node in gradients.items() if scaled.owners[at] == number]
+            if not own:
+                raise CaptureError(
+                    f"optimizer {number} of {scaled.record.numel() - 1} has no gradient, and"
+                    " GradScaler fails without one: leave the optimizer out"
+                )
+            norms = [
+                self._call(aten.linalg_vector_norm.default, node, math.inf)
+                for node in own
+                if node.meta["val"].numel()
+            ]
+            stacked = self._call(aten.stack.default, norms or parts[:1])
+            largest = self._call(aten.linalg_vector_norm.default, stacked, math.inf)
+            finite = self._call(aten.lt.Scalar, largest, math.inf)
+            parts.append(self._call(aten.logical_not.default, finite))
+        written = self._graph.call_function(
+            write_input, (None, self._call(aten.stack.default, parts), self._record)
+        )
+        written.meta["val"] = self._record.meta["val"]
+        scale = self._call(aten.select.int, written, 0, 0)
+        one = self._call(aten.ones_like.default, scale)
+        wide = self._call(TO_COPY, scale, dtype=torch.float64)
+        inverse = self._call(aten.reciprocal.default, wide)
+        inverse = self._call(TO_COPY, inverse, dtype=torch.float32)
+        for at, gradient in gradients.items():
+            factor = one if at in scaled.divided else inverse
+            gradients[at] = self._times(gradient, factor)
+
     def _clip(self, gradients: dict[int, fx.Node], limit: float) -> fx.Node:
         """Scale the gradients as `clip_grad_norm_` does without `foreach`; returns their norm."""
         nodes = [*gradients.values()]
@@ -248,8 +323,15 @@ class _Builder:
         factor = self._call(aten.mul.Tensor, inverse, limit)
         factor = self._call(aten.clamp.default, factor, None, 1.0)
         for position, gradient in gradients.items():
-            gradients[position] = self._call(aten.mul.Tensor, gradient, factor)
+            gradients[position] = self._times(gradient, factor)
         return total
+
+    def _times(self, value: fx.Node, factor: fx.Node) -> fx.Node:
+        """A tensor times a scalar, in the tensor's dtype."""
+        product = self._call(aten.mul.Tensor, value, factor)
+        dtype = value.meta["val"].dtype
+        same = product.meta["val"].dtype == dtype  # not that of a tensor without dimensions
+        return product if same else self._call(TO_COPY, product, dtype=dtype)
 
 
 def _losses(joint: fx.GraphModule, outputs: Sequence[Any]) -> dict[fx.Node, fx.Node]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from coop_plan.runtime.errors import RuntimeRefusalError
 from coop_plan.runtime.torch_internals.ops import tree_flatten, tree_map
+from coop_plan.runtime.torch_internals.optimizers import CHECKED_ONCE
 from coop_plan.runtime.whole_iteration.updates import own_step, run_update
 
 SHAPE = (4, 4)
@@ -79,7 +80,8 @@ def _after_steps(optimizer: Optimizer, one_by_one: bool) -> list[Any]:
         for group in part.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-    attributes = {k: v for k, v in vars(part).items() if k not in ("state", "param_groups")}
+    others = ("state", "param_groups", CHECKED_ONCE)
+    attributes = {k: v for k, v in vars(part).items() if k not in others}
     parameters = [p for group in part.param_groups for p in group["params"]]
     shared = [value for key, value in part.state.items() if not isinstance(key, torch.Tensor)]
     states = [part.state.get(parameter, {}) for parameter in parameters]

@@ -14,7 +14,7 @@ from coop_plan.runtime.execute.arena_pool import ArenaPools, pool_of
 from coop_plan.runtime.execute.budget_check import BudgetCheck
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.homes import Copy, Homes, Resident
-from coop_plan.runtime.execute.host_updates import HostUpdates
+from coop_plan.runtime.execute.host_updates import Copied, HostUpdates
 from coop_plan.runtime.execute.invocation import Invocation
 from coop_plan.runtime.execute.lower_to_fx import snapshot_positions
 from coop_plan.runtime.execute.measured import note_counters, note_times
@@ -97,16 +97,22 @@ class PlannedIteration:
         def updating(at: int, update: ParameterUpdate) -> Callable[..., None]:
             def run(gradient: torch.Tensor, *copies: torch.Tensor | Copy) -> None:
                 all_or_none.begin(len(self._homes_of))
+                if update.is_skipped:
+                    all_or_none.skip()
+                    return
                 with self._homes.exchanged(self._copied_homes(at, copies)):
                     update(gradient)
                 all_or_none.end()
 
             return run
 
-        def on_host(update: ParameterUpdate) -> Callable[[Callable[[], torch.Tensor]], None]:
-            def start(copied: Callable[[], torch.Tensor]) -> None:
+        def on_host(update: ParameterUpdate) -> Callable[[Copied], None]:
+            def start(copied: Copied) -> None:
                 all_or_none.begin(len(self._homes_of))
-                host.start(copied, update)
+                if update.is_skipped:
+                    all_or_none.skip()
+                else:
+                    host.start(copied, update)
 
             return start
 

@@ -46,6 +46,7 @@ from coop_plan.runtime.whole_iteration.graph import (
 from coop_plan.runtime.whole_iteration.independence import check_independent, independence_key
 from coop_plan.runtime.whole_iteration.movable import movable_residents, with_movable
 from coop_plan.runtime.whole_iteration.planned_iteration import PlannedIteration
+from coop_plan.runtime.whole_iteration.scaling import Scaling
 from coop_plan.runtime.whole_iteration.updates import ParameterUpdate, Updates
 
 
@@ -55,6 +56,7 @@ def train_iteration(
     budget: int | str | None = None,
     *,
     clip_norm: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     **options: object,
 ) -> "TrainIteration":
     """Compile an iteration: forwards and backwards of its micro-batches, and the optimizer's step.
@@ -67,6 +69,9 @@ def train_iteration(
         torch.nn.utils.clip_grad_norm_(parameters, clip_norm)  # if it is given
         optimizer.step()
 
+    With a `scaler`, backwards begin at `scaler.scale(loss)`, gradients are unscaled before they are
+    clipped, `scaler.step` steps the optimizers, and `scaler.update()` ends the call.
+
     Parameters and the optimizer's states are part of the plan. Each parameter is updated as soon as
     its gradient is complete, so that gradients are not kept. The parameters have no `.grad` after
     the call.
@@ -78,6 +83,7 @@ def train_iteration(
         budget: bytes, `"12GiB"`, `"60%"` of the peak of keep-everything, or `"min"`; parameters and
             the optimizer's states included [default: environment variable `COOP_BUDGET`].
         clip_norm: largest norm of all gradients together.
+        scaler: if disabled, as none.
         options: the backend's other options (`docs/training.md`).
 
     Raises:
@@ -93,7 +99,10 @@ def train_iteration(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
     if not optimizers:
         raise OptionsError("train_iteration needs an optimizer")
-    return TrainIteration(loss_fn, optimizers, given, clip_norm)
+    scaling = None
+    if scaler is not None and scaler.is_enabled():
+        scaling = Scaling(scaler, optimizers, clipped=clip_norm is not None)
+    return TrainIteration(loss_fn, optimizers, given, clip_norm, scaling)
 
 
 class TrainIteration:
@@ -109,11 +118,13 @@ class TrainIteration:
         optimizers: Sequence[Optimizer],
         options: Options,
         clip_norm: float | None,
+        scaling: Scaling | None,
     ) -> None:
         self.grad_norm: torch.Tensor | None = None
         self._optimizers = optimizers
         self._steps = True
-        self._updates = Updates(optimizers, link=bool(options.plan.link))
+        self._scaling = scaling
+        self._updates = Updates(optimizers, link=bool(options.plan.link), scaling=scaling)
         self._checked: set[Hashable] = set()
         self._options = options
         self._clip_norm = clip_norm
@@ -175,7 +186,8 @@ class TrainIteration:
     def serve_loop(self) -> None:
         """Be called by a framework's loop, which steps the optimizers after each call.
 
-        The steps have no gradients, and run hooks and schedulers.
+        The steps have no gradients, and run hooks and schedulers. A scaler's are called as
+        `scaler.step(optimizer)`, and its `update` after them.
         """
         self._steps = False
 
@@ -184,6 +196,8 @@ class TrainIteration:
         self._updates.order = {id(parameter): i for i, parameter in enumerate(parameters)}
 
     def _finish(self) -> None:
+        if self._scaling is not None:
+            self._scaling.note()
         if self._steps:
             self._updates.finish()
 
@@ -235,10 +249,14 @@ class TrainIteration:
             )
         profiles = {at: self._updates.profile(update) for at, update in updates.items()}
         results = traced.outputs + (self._clip_norm is not None)
+        static, scaled = traced.static, None
+        if self._scaling is not None:
+            owned = {at: (update.optimizer, update.parameter) for at, update in updates.items()}
+            static, scaled = [*static, len(inputs) - 1], self._scaling.gradients(owned)
         variants = VARIANT_PASSES if self._options.variants else IN_PLACE_SUMS
 
         def graph_of(joint: fx.GraphModule) -> fx.GraphModule:
-            return iteration_graph(joint, traced.outputs, profiles, self._clip_norm)
+            return iteration_graph(joint, traced.outputs, profiles, self._clip_norm, scaled)
 
         def movable(captured: Captured) -> dict[int, Resident]:
             if not self._options.plan.link:
@@ -247,7 +265,7 @@ class TrainIteration:
 
         def capture(module: fx.GraphModule) -> Captured:
             found = in_loop_order(
-                capture_joint(module, results, traced.static, "iteration", variants=variants)
+                capture_joint(module, results, static, "iteration", variants=variants)
             )
             return with_movable(found, movable(found))
 
@@ -292,6 +310,8 @@ class TrainIteration:
 
     def run(self, traced: "_Traced", inputs: list[Any]) -> Sequence[Any]:
         """Run a traced iteration; returns its outputs."""
+        if self._scaling is not None:
+            inputs.append(self._scaling.record)
         results = self.plan_of(traced, inputs).run(inputs, self._all_or_none)
         self._iterations += 1
         self.grad_norm = results[traced.outputs] if len(results) > traced.outputs else None

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from coop_plan.runtime.torch_internals.ops import (
     storage_object,
     tree_flatten,
 )
+from coop_plan.runtime.whole_iteration.scaling import Scaling
 
 MEASURED_STEPS = 8
 """Updates of a measurement; the last one's memory is planned. RAdam's takes more from step 6 on."""
@@ -50,8 +52,10 @@ class ParameterUpdate:
         group: int,
         parameter: torch.Tensor,
         lock: AbstractContextManager[object],
+        scaling: Scaling | None,
     ) -> None:
         self.optimizer = optimizer
+        self._scaling = scaling
         self.group = group
         self.parameter = parameter
         self._lock = nullcontext() if _is_of_pytorch(optimizer) else lock
@@ -71,11 +75,19 @@ class ParameterUpdate:
         """True if the optimizer has updated the parameter before, or loaded its states."""
         return bool(self.optimizer.state.get(self.parameter))
 
+    @property
+    def is_skipped(self) -> bool:
+        """True if the scaler leaves it out; known once its gradient is unscaled."""
+        return self._scaling is not None and self._scaling.skips(self.optimizer)
+
     def __call__(self, gradient: torch.Tensor) -> None:
         """Update the parameter by its gradient, which is not kept."""
-        optimizer = self.optimizer
+        optimizer, scaling = self.optimizer, self._scaling
+        given = {} if scaling is None else scaling.attributes(optimizer)
         with self._lock:
-            run_update(optimizer, self.options, [self.parameter], [gradient], optimizer.state)
+            run_update(
+                optimizer, self.options, [self.parameter], [gradient], optimizer.state, given
+            )
 
 
 def _is_of_pytorch(optimizer: Optimizer) -> bool:
@@ -86,13 +98,16 @@ def _is_of_pytorch(optimizer: Optimizer) -> bool:
 class Updates:
     """The updates of the parameters of some optimizers, one each; with a link also on the host."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], *, link: bool) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], *, link: bool, scaling: Scaling | None
+    ) -> None:
         self.profiling_bytes = 0
         """Most bytes that a measurement took."""
         self.order: Mapping[int, int] = {}
         """Places of parameters in the norm of the gradients, by `id`; else optimizers' order."""
         self._optimizers = optimizers
         self._link = link
+        self._scaling = scaling
         self._lock = threading.Lock()
         self._profiles: dict[object, UpdateProfile] = {}
 
@@ -101,14 +116,15 @@ class Updates:
         for optimizer in self._optimizers:
             for number, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
-                    yield ParameterUpdate(optimizer, number, parameter, self._lock)
+                    yield ParameterUpdate(optimizer, number, parameter, self._lock, self._scaling)
 
     def begin(self) -> None:
         """Begin an iteration: no parameter has a gradient.
 
         Raises:
             RuntimeRefusalError: a parameter has a hook, which would not run, or is in two
-                optimizers, or the step of one has a hook, which would run after the updates.
+                optimizers, or the step of one has a hook, which would run after the updates, or
+                the scaler is for another device.
         """
         for optimizer in self._optimizers:
             if has_step_pre_hooks(optimizer):
@@ -131,12 +147,22 @@ class Updates:
                     " it from one, or use train_step"
                 )
             parameter.grad = None
+        if self._scaling is not None:
+            self._scaling.begin()
 
     def finish(self) -> None:
-        """Run the optimizers' steps without gradients: hooks and schedulers count them."""
+        """Run the optimizers' steps without gradients: hooks and schedulers count them.
+
+        A scaler runs those that it does not skip, and updates its scale.
+        """
+        scaler = None if self._scaling is None else self._scaling.scaler
         with ExitStack() as steps:  # of all, if a hook raises
+            if scaler is not None:
+                steps.callback(scaler.update)
             for optimizer in reversed(self._optimizers):
-                steps.callback(optimizer.step)
+                steps.callback(
+                    optimizer.step if scaler is None else partial(scaler.step, optimizer)
+                )
 
     def among(self, inputs: Sequence[Any]) -> dict[int, ParameterUpdate]:
         """The updates of the parameters among a graph's inputs, by position, in their order.
@@ -183,9 +209,10 @@ class Updates:
         gradient = torch.full_like(like, GRADIENT, requires_grad=False)
         state: Any = defaultdict(dict)
         place, ext = parameter.data_ptr(), extension()
+        given = {} if self._scaling is None else self._scaling.example(optimizer)
 
         def run() -> None:
-            run_update(optimizer, group, [parameter], [gradient], state)
+            run_update(optimizer, group, [parameter], [gradient], state, given)
 
         found, kept_bytes, changes_gradient = [], [], False
         for _ in range(MEASURED_STEPS):
@@ -294,10 +321,14 @@ def run_update(
     parameters: Sequence[Any],
     gradients: Sequence[torch.Tensor],
     state: Any,
+    attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Run the optimizer's step for some parameters of a group, with their states in `state`."""
+    """Run the optimizer's step for some parameters of a group, with their states in `state`.
+
+    It has these further `attributes`.
+    """
     part: Any = object.__new__(type(optimizer))
-    part.__dict__.update(optimizer.__dict__)
+    part.__dict__.update(optimizer.__dict__, **(attributes or {}))
     part.__dict__.pop("step", None)  # a scheduler's wrapper, which counts steps
     part.state = state
     part.param_groups = [{**group, "params": parameters}]

@@ -1,13 +1,14 @@
 """Bounding process, run during the search for plans.
 
-It runs `planner.exact.dual.bounding`, for bounds of program order, or
-`planner.exact.dual.any_order`.
+It runs `planner.exact.dual.bounding`, for bounds of program order, `planner.exact.dual.any_order`,
+or `planner.exact.dual.homes`.
 """
 
 import queue
 from dataclasses import dataclass
 from math import inf
 
+from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams
 from coop_plan.planner.exact.solver.process import Child
@@ -21,6 +22,14 @@ class BoundingJob:
     capacity: int
     points: set[int] | None
     params: ExactParams
+
+
+@dataclass(frozen=True)
+class HomesJob:
+    """Job of the process for plans with homes, with the fields of `HomesBounding`."""
+
+    problem: Problem
+    budget: int
 
 
 class BoundingProcess(Child):
@@ -40,8 +49,14 @@ class BoundingProcess(Child):
 
     def begin(self, program: Program, capacity: int, points: set[int] | None = None) -> None:
         """Start from known time points, or for any order; only the first call has an effect."""
+        self._begin(BoundingJob(program, capacity, points, self._params))
+
+    def begin_with_homes(self, problem: Problem, budget: int) -> None:
+        """As `begin`, for plans with homes within a budget (bytes), in any order."""
+        self._begin(HomesJob(problem, budget))
+
+    def _begin(self, job: BoundingJob | HomesJob) -> None:
         if not self._started:
-            job = BoundingJob(program, capacity, points, self._params)
             self._started = self.running = self.send(job)
 
     def proved(self, until: float = 0.0) -> float:

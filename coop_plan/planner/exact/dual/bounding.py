@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from math import inf
 
 from coop_plan.planner.exact.dual.any_order import AnyOrderBounding
-from coop_plan.planner.exact.dual.background import BoundingJob
+from coop_plan.planner.exact.dual.background import BoundingJob, HomesJob
+from coop_plan.planner.exact.dual.homes import HomesBounding
 from coop_plan.planner.exact.model.milp import Milp, Outcome, Relaxation
 from coop_plan.planner.exact.model.paths import PathCuts
 from coop_plan.planner.exact.model.point_selection import initial_points
@@ -104,9 +105,11 @@ def _relax(milp: Milp, seconds: float, accuracy: float, start: Relaxation | None
 def main() -> None:
     """Entry point of the process: one job comes in, bounds go out."""
     send = connect(int(sys.argv[1]))
-    job: BoundingJob = pickle.load(sys.stdin.buffer)  # noqa: S301  (from our parent)
+    job: BoundingJob | HomesJob = pickle.load(sys.stdin.buffer)  # noqa: S301  (from our parent)
     try:
-        if job.points is None:
+        if isinstance(job, HomesJob):
+            HomesBounding(job.problem, job.budget, send).run()
+        elif job.points is None:
             AnyOrderBounding(job.program, job.capacity, send).run()
         else:
             Bounding(job.program, job.capacity, job.points, send, job.params).run()
