@@ -34,7 +34,7 @@ test: $(READY) ## Run all tests
 
 # Without the runtime, tests marked slow, the property with the most examples (SLOW), and the planner's
 # exact methods, annealing, fuzzing of the verifier and placement of instances.
-FAST := tests/schemas tests/api tests/test_docs.py tests/planner/core tests/planner/test_params.py \
+FAST := tests/schemas tests/api tests/test_docs.py tests/planner/core \
   tests/planner/test_verifier.py tests/planner/test_bound_model.py tests/planner/test_methods.py \
   tests/planner/test_plan_cache.py $(wildcard tests/planner/test_online_*.py)
 SLOW := any_order_that_reads

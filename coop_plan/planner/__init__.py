@@ -33,16 +33,19 @@ __all__ = [
     "verify",
 ]
 
-_MODULES = {
-    "core.errors": ("InfeasibleBudgetError", "TimeLimitError"),
-    "core.problem": ("Problem",),
-    "method": ("MethodInfo", "Progress"),
-    "options": ("PlanOptions",),
-    "planning": ("plan",),
-    "registry": ("METHODS",),
-    "verifier": ("Fault", "InvalidPlanError", "find_faults", "verify"),
+_MODULE_OF = {
+    name: module
+    for module, *names in (
+        ("core.errors", "InfeasibleBudgetError", "TimeLimitError"),
+        ("core.problem", "Problem"),
+        ("method", "MethodInfo", "Progress"),
+        ("options", "PlanOptions"),
+        ("planning", "plan"),
+        ("registry", "METHODS"),
+        ("verifier", "Fault", "InvalidPlanError", "find_faults", "verify"),
+    )
+    for name in names
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

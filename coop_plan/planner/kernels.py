@@ -18,22 +18,23 @@ PLACEMENT = tuple(
     for name in ("canonical", "first_fit", "instance", "restarts", "skyline", "windows")
 )
 LAYOUT = ("core.inplace", "core.lifetimes", *PLACEMENT)
-ONLINE = (*LAYOUT, "online.simulator")
-OFFLINE = (*ONLINE, "heuristic.eviction", "search.compute.metropolis")
 TRANSFERS = "search.makespan.metropolis"
-EXACT = "exact.model.separation"
+
+ALL = (
+    *(*LAYOUT, "online.simulator"),
+    *("heuristic.eviction", "search.compute.metropolis"),
+    *("exact.model.separation", TRANSFERS),
+)
 
 MODULES = {
-    **dict.fromkeys(("coop", "dtr", "dte", "delta", "swap-only"), ONLINE),
-    **dict.fromkeys(("coop-offline", "checkmate", "monet"), OFFLINE),
-    **dict.fromkeys(("optimal", "auto"), (*OFFLINE, EXACT)),
+    **dict.fromkeys(("coop", "dtr", "dte", "delta", "swap-only"), ALL[:-4]),
+    **dict.fromkeys(("coop-offline", "checkmate", "monet"), ALL[:-2]),
+    **dict.fromkeys(("optimal", "auto"), ALL[:-1]),
 }
 """By method, the modules in `planner` with the kernels that it calls, without a link.
 
 Other methods call those of layouts alone.
 """
-
-ALL = (*OFFLINE, TRANSFERS, EXACT)
 
 Report = Callable[[Progress], None]
 """Called before each kernel is compiled."""

@@ -1,6 +1,7 @@
 """Bounds from relaxations in the background."""
 
 import time
+from math import inf
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ from coop_plan.planner.exact import refine
 from coop_plan.planner.exact.dual.background import BoundingProcess
 from coop_plan.planner.exact.dual.bounding import Bounding
 from coop_plan.planner.exact.model import paths
-from coop_plan.planner.exact.model.milp import INFINITY, Milp
+from coop_plan.planner.exact.model.milp import Milp
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.separation import RelaxedSolution, most_violated
 from coop_plan.planner.exact.model.timepoint import TimePointModel
@@ -57,7 +58,7 @@ def test_cuts_are_violated_by_what_they_are_ranked_by(program, seed):
             assert amount > least
             assert amount == pytest.approx(-paths._slack(model, path, values))
             short.append(amount)
-    chosen_ones = paths._violated(model, values, (), INFINITY, least)
+    chosen_ones = paths._violated(model, values, (), inf, least)
     worst = sorted(short, reverse=True)[: paths.MAX_CUTS]
     assert [-paths._slack(model, path, values) for path in chosen_ones] == pytest.approx(worst)
 
@@ -90,8 +91,8 @@ def programs(draw):
     for _ in range(rows):
         terms = [(column, draw(number)) for column in range(columns)]
         activity = sum(value * solution[column] for column, value in terms)
-        low = draw(st.sampled_from([-INFINITY, activity - 1.0, activity]))
-        milp.row(terms, low, draw(st.sampled_from([activity, activity + 1.0, INFINITY])))
+        low = draw(st.sampled_from([-inf, activity - 1.0, activity]))
+        milp.row(terms, low, draw(st.sampled_from([activity, activity + 1.0, inf])))
     multipliers = draw(st.lists(number, min_size=rows, max_size=rows))
     return milp, solution, np.array(multipliers)
 
@@ -106,28 +107,28 @@ def test_any_multipliers_give_a_bound(drawn):
 def test_a_relaxation_is_solved_and_goes_on_from_an_answer():
     milp = Milp()
     x, y = (milp.column(0.0, 1.0, cost, integer=True) for cost in (1.0, 3.0))
-    milp.row([(x, 1.0), (y, 1.0)], 1.5, INFINITY)
+    milp.row([(x, 1.0), (y, 1.0)], 1.5, inf)
     with SolverProcess() as process:
         first = process.relax(milp, time.monotonic() + 10, 1e-6)
         assert first.bound == pytest.approx(2.5, abs=1e-3)
         assert first.values == pytest.approx([1.0, 0.5], abs=1e-3)
-        milp.row([(y, 1.0)], 1.0, INFINITY)
+        milp.row([(y, 1.0)], 1.0, inf)
         second = process.relax(milp, time.monotonic() + 10, 1e-6, first)
         assert second.bound == pytest.approx(3.5, abs=1e-3)
-        milp.row([(y, 1.0)], -INFINITY, 0.5)
+        milp.row([(y, 1.0)], -inf, 0.5)
         assert process.relax(milp, time.monotonic() + 10, 1e-6).values is None  # infeasible
-        assert process.relax(milp, time.monotonic(), 1e-6).bound == -INFINITY  # no time
+        assert process.relax(milp, time.monotonic(), 1e-6).bound == -inf  # no time
 
 
 def test_bounds_come_while_the_process_runs_and_end_with_it(program, capacity):
     with BoundingProcess() as process:
-        assert process.proved() == -INFINITY
+        assert process.proved() == -inf
         process.begin(program, capacity, set())
         bound = process.proved(time.monotonic() + 60)
         base = program.problem.base_cost_us
         assert base < bound < 2 * base
         process.kill()
-        assert process.proved(time.monotonic() + 60) == -INFINITY
+        assert process.proved(time.monotonic() + 60) == -inf
 
 
 def test_a_process_that_fails_says_so(capacity):
@@ -146,6 +147,6 @@ def test_rounds_yield_once_if_there_are_transfers_and_a_gap(monkeypatch, capacit
     begun = []
     bounding = SimpleNamespace(begin=lambda *job: begun.append(job))
     incumbent = SimpleNamespace(problem=program.problem, gap=gap, solution=object())
-    rounds = refine.Refinement(program, None, bounding, incumbent, capacity, INFINITY)
+    rounds = refine.Refinement(program, None, bounding, incumbent, capacity, inf)
     assert rounds._yields_to_bounding() == bool(begun) == (linked and gap > 0)
     assert not rounds._yields_to_bounding()

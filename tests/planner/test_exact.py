@@ -1,6 +1,5 @@
 """The exact planners: against exhaustive search, against each other, and at the edges."""
 
-import math
 import subprocess
 import sys
 import time
@@ -411,19 +410,3 @@ def test_the_worker_starts_without_what_it_does_not_need():
         "jobs",
         "worker",
     }
-
-
-@pytest.mark.parametrize(
-    ("field", "bad"),
-    [
-        ("easy_share", 1.1),
-        ("easy_share", math.nan),
-        ("default_seconds", -1.0),
-        ("first_points", 0),
-        ("min_violation", 2.0),
-    ],
-)
-def test_parameters_out_of_range_are_refused(field, bad):
-    """By name."""
-    with pytest.raises(ValueError, match=rf"ExactParams\.{field} is"):
-        ExactParams(**{field: bad})

@@ -9,7 +9,12 @@ oneflow/core/vm/remat; without them: simrd, simrd/runtime/v2.py. The stories are
 import pytest
 
 from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.method import Request
+from coop_plan.planner.online import run
+from coop_plan.planner.online.methods import solve_coop
 from tests.planner.memories import SINGLE, SINGLE_WITH_NEIGHBOURS, WINDOW, Step
+from tests.support import make_graph
 
 RULES = pytest.mark.parametrize("rule", [WINDOW, SINGLE, SINGLE_WITH_NEIGHBOURS])
 
@@ -191,3 +196,14 @@ def test_a_dead_tensor_waits_for_what_is_evicted_further_on():
     step = Step().make("t", recomputable=False).make("m", "t").make("u", "m")
     step.make("w", size=2, cost=9).make("X", "w").make("T", "t").make("Y").make("U", "u")
     assert step.told(step.run(3)) == "t m u -m -u w X -w T Y m -t u -m U -u"
+
+
+def test_an_online_run_that_may_not_recompute_does_not_fit(monkeypatch):
+    tensors = {0: ("input", 8), 1: ("activation", 9), 2: ("activation", 9), 3: ("output", 8)}
+    ops = [{"inputs": [0], "outputs": [1]}, {"inputs": [0], "outputs": [2], "workspace_bytes": 9}]
+    ops.append({"inputs": [1, 2], "outputs": [3]})
+    problem = Problem.from_graph(make_graph(tensors, ops), 1)
+    assert solve_coop(problem, Request(18)).placed.cost_us == 4
+    monkeypatch.setattr(run, "MAX_RECOMPUTES_PER_OP", 0)
+    with pytest.raises(DoesNotFitError):
+        solve_coop(problem, Request(18))

@@ -305,3 +305,10 @@ def test_first_fit_takes_the_lowest_gap_and_best_fit_the_smallest(best, seed, lo
         if height:
             lowest = min(large, key=lambda gap: gap[1] if best else gap[0])
             assert offsets[i] == lowest[0]
+
+
+def test_placement_searches_as_far_as_its_work_allows():
+    """A buffer in the middle: only the search sees that the live sum is not enough."""
+    split = {"lower": [0, 0], "upper": [1, 1], "size": [2, 2], "fixed": [1, -1], "capacity": 4}
+    assert place(**split).proved_impossible
+    assert not place(**split, work=0).proved_impossible

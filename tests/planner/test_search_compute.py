@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from coop_plan.planner.placement.layout import lay_out
 from coop_plan.planner.planning import verified_plan
 from coop_plan.planner.search.compute.annealing import SequenceAnnealing
 from coop_plan.planner.search.compute.metropolis import evaluate_sequence, metropolis
-from coop_plan.planner.search.compute.params import DEFAULTS
+from coop_plan.planner.search.compute.params import MoveParams
 from coop_plan.planner.search.compute.sequence import (
     current_sequence,
     new_state,
@@ -93,7 +92,7 @@ def test_what_it_says_of_memory_is_so(graph, outputs, seed, first_run_chance):
         if run is None or not run.ops.size:
             continue
         state = new_state(
-            problem, 3 * run.ops.size + 20, replace(DEFAULTS, first_run_chance=first_run_chance)
+            problem, 3 * run.ops.size + 20, MoveParams(first_run_chance=first_run_chance)
         )
         set_sequence(state, run.ops)
         check(problem, program, state, budget)
@@ -106,7 +105,7 @@ def test_what_it_says_of_memory_is_so(graph, outputs, seed, first_run_chance):
 def test_what_fits_keeps_fitting(portfolio):
     """With a high enough penalty no step exceeds the memory anywhere."""
     program, arena = to_program(portfolio.arrays), portfolio.request.arena_bytes
-    state = new_state(portfolio.problem, 3000, DEFAULTS)
+    state = new_state(portfolio.problem, 3000, MoveParams())
     set_sequence(state, portfolio.best.found.run.ops)
     cost, over = evaluate_sequence(program, state, arena)
     assert over == 0
@@ -122,7 +121,7 @@ def test_small_blocks_that_run_full(portfolio):
     """The result of a search equals a fresh evaluation, for any layout of events in blocks."""
     program, arena = to_program(portfolio.arrays), portfolio.request.arena_bytes
     base = portfolio.problem.base_cost_us
-    state = new_state(portfolio.problem, 3000, replace(DEFAULTS, max_insertion=4))
+    state = new_state(portfolio.problem, 3000, MoveParams(max_insertion=4))
     members, saved = (
         np.ascontiguousarray(each[:, :12]) for each in (state.members, state.saved_members)
     )
@@ -173,7 +172,7 @@ def test_nothing_is_run_again_after_what_it_reads_was_overwritten():
         ],
     )
     problem = Problem.from_graph(graph)
-    again = new_state(problem, 10, DEFAULTS).op["can_rerun"]
+    again = new_state(problem, 10, MoveParams()).op["can_rerun"]
     assert again.tolist() == [False, True, False, False]
 
 
@@ -218,7 +217,7 @@ ONE_BRANCH = 4 + 400 + 8 + 8 + 8
 def compiled_search():
     """Compile the search, so that no time limit below includes it."""
     problem = Problem.from_graph(make_graph(BRANCHES["tensors"], BRANCHES["ops"]), 1)
-    state = new_state(problem, 40, DEFAULTS)
+    state = new_state(problem, 40, MoveParams())
     set_sequence(state, np.arange(5))
     metropolis(to_program(to_arrays(problem)), state, 1, 1 << 20, 5.0, PENALTY, 0)
 
@@ -306,7 +305,7 @@ def test_what_has_an_effect_or_another_phase_stays_behind_what_it_follows(what):
         ops[2]["phase"], ops[3]["phase"], ops[4]["phase"] = "backward", "backward", "backward"
         ops[1]["phase"] = "forward"
     problem = Problem.from_graph(make_graph(BRANCHES["tensors"], ops), 1)
-    program, state = to_program(to_arrays(problem)), new_state(problem, 40, DEFAULTS)
+    program, state = to_program(to_arrays(problem)), new_state(problem, 40, MoveParams())
     set_sequence(state, np.arange(5))
     for seed in range(20):
         metropolis(program, state, 50, 1 << 20, 5.0, PENALTY, seed)

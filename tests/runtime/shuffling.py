@@ -2,7 +2,6 @@
 
 import itertools
 import time
-from dataclasses import replace
 
 import numpy as np
 
@@ -13,10 +12,10 @@ from coop_plan.planner.method import Solution
 from coop_plan.planner.placement.layout import lay_out
 from coop_plan.planner.planning import verified_plan
 from coop_plan.planner.search.compute.metropolis import metropolis
-from coop_plan.planner.search.compute.params import DEFAULTS
+from coop_plan.planner.search.compute.params import MoveParams
 from coop_plan.planner.search.compute.sequence import current_sequence, new_state, set_sequence
 
-ANYWHERE = replace(DEFAULTS, first_run_chance=0.7, drift_chance=1.0)
+ANYWHERE = MoveParams(first_run_chance=0.7, drift_chance=1.0)
 
 STEPS = 3000
 

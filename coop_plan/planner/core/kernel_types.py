@@ -9,7 +9,6 @@ import numpy as np
 from numba.core import config, types
 
 from coop_plan.planner.core.numba_jit import ENTRIES
-from coop_plan.planner.core.params import Params, values_class
 from coop_plan.planner.core.records import Record, Table
 
 
@@ -63,7 +62,6 @@ def type_of(hint: Any) -> Any:
 @functools.cache
 def _tuple_type(kind: Any) -> Any:
     hints = get_type_hints(kind, include_extras=True)
-    made: Any = values_class(kind) if issubclass(kind, Params) else kind
-    parts = tuple(type_of(hints[name]) for name in made._fields)
+    parts = tuple(type_of(hints[name]) for name in kind._fields)
     named: Any = types.BaseTuple
-    return named.from_types(parts, made)
+    return named.from_types(parts, kind)

@@ -14,7 +14,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 import llvmlite.binding
 
@@ -27,6 +27,7 @@ from coop_plan.planner.cache_files import (
     replacing,
     shared_dir,
 )
+from coop_plan.planner.core.jit import P, R
 
 
 @contextlib.contextmanager
@@ -68,9 +69,6 @@ SHARED = (
     "../search/compute/*.py",
 )
 """Modules, relative to this folder, whose functions kernels of other folders compile in."""
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class _Folder:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
-from coop_plan.planner.exact.model.milp import INFINITY
 from coop_plan.planner.method import Progress, Solution
 from coop_plan.schemas import BoundModel
 
@@ -40,7 +40,7 @@ class Incumbent:
     @property
     def cost_us(self) -> float:
         """Cost of the best plan, µs; infinite without a plan."""
-        return INFINITY if self.placed is None else self.placed.cost_us
+        return inf if self.placed is None else self.placed.cost_us
 
     @property
     def proved(self) -> bool:
@@ -54,7 +54,7 @@ class Incumbent:
 
     def prove(self, bound_us: float) -> None:
         """Raise the bound to a solver's bound (µs, or −∞); a lower one changes nothing."""
-        if bound_us > -INFINITY:
+        if bound_us > -inf:
             # Solvers use floating-point arithmetic.
             proved = bound_us - self.problem.base_cost_us * 1e-7
             self.bound_us = max(self.bound_us, min(proved, self.cost_us))

@@ -16,6 +16,7 @@ plan states none.
 """
 
 from dataclasses import dataclass, field
+from math import inf
 
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.memory_bounds import working_set_bound, working_sets
@@ -23,7 +24,7 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.core.ssa import SsaForm
 from coop_plan.planner.exact.checkmate import limited
-from coop_plan.planner.exact.model.milp import INFINITY, Milp, Outcome, Terms
+from coop_plan.planner.exact.model.milp import Milp, Outcome, Terms
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.solver.process import SolverProcess
 from coop_plan.planner.method import Request, Solution
@@ -91,13 +92,13 @@ class MonetModel:
             for v in program.choices[op]:
                 for d in program.reads[v]:
                     available = self.available(t, d)
-                    self.milp.row([*available, (self.delta[t, v], -1.0)], 0.0, INFINITY)
+                    self.milp.row([*available, (self.delta[t, v], -1.0)], 0.0, inf)
         for stage, d in [key for key in self.s if key[0] == t]:
             self._kept(stage, d)
 
     def _kept(self, t: int, d: int) -> None:
         # [Constraint] kept tensors were available: s[t, d] ≤ s[t−1, d] + Σ δ[t−1, producers of d].
-        self.milp.row([*self.available(t - 1, d), (self.s[t, d], -1.0)], 0.0, INFINITY)
+        self.milp.row([*self.available(t - 1, d), (self.s[t, d], -1.0)], 0.0, inf)
         if self.program.problem.overwritten[d]:  # never recomputed
             self.milp.row([(self.s[t, d], 1.0)], 1.0, 1.0)
 
@@ -121,7 +122,7 @@ class MonetModel:
                     continue
                 needed[d] = milp.column(0.0, 1.0, 0.0, integer=False)
                 for column in [*columns, *([after[d]] if d in after else [])]:
-                    milp.row([(needed[d], 1.0), (column, -1.0)], 0.0, INFINITY)
+                    milp.row([(needed[d], 1.0), (column, -1.0)], 0.0, inf)
             # [Constraint] m ≥ s + N − 1 and m ≥ Σ δ + N − 1, for tensors made before the op.
             weights: dict[int, float] = {}
             for d, column in needed.items():
@@ -131,7 +132,7 @@ class MonetModel:
                 for terms in filter(None, (self._column(t, d), made_before)):
                     m = milp.column(0.0, 1.0, 0.0, integer=False)
                     row = [(m, 1.0), (column, -1.0), *((c, -a) for c, a in terms)]
-                    milp.row(row, -1.0, INFINITY)
+                    milp.row(row, -1.0, inf)
                     weights[m] = problem.size[d]
             # [Constraint] Σ bytes of residents + outputs + workspace of the op ≤ capacity.
             for v in program.choices[op]:
@@ -143,7 +144,7 @@ class MonetModel:
                 weights[self.delta[t, v]] = taken
                 self._inplace(t, v, after, weights)
             terms = [(c, w / unit) for c, w in weights.items()]
-            milp.row(terms, -INFINITY, self.capacity / unit)
+            milp.row(terms, -inf, self.capacity / unit)
 
     def _inplace(self, t: int, v: int, after: dict[int, int], weights: dict[int, float]) -> None:
         """[Variable] z[t, v, p]: the output takes the address of an input that the run ends."""
@@ -152,9 +153,9 @@ class MonetModel:
         z = {pair: milp.binary() for pair in pairs if not problem.outside[pair[0]]}
         for (out, source), column in z.items():
             weights[column] = -problem.size[out]
-            milp.row([(self.delta[t, v], 1.0), (column, -1.0)], 0.0, INFINITY)
+            milp.row([(self.delta[t, v], 1.0), (column, -1.0)], 0.0, inf)
             if source in after:
-                milp.row([(column, 1.0), (after[source], 1.0)], -INFINITY, 1.0)
+                milp.row([(column, 1.0), (after[source], 1.0)], -inf, 1.0)
         milp.match(z.items())
 
 
@@ -178,20 +179,16 @@ def _rerunnable(program: Program, t: int) -> list[int]:
     ]
 
 
-MAX_VARIABLES = 100_000
-"""Programs with more variables are rejected."""
-
-
 def solve_monet(problem: Problem, request: Request) -> Solution:
     """The cheapest schedule of MONeT's class that the solver finds by the deadline.
 
     Raises:
-        InvalidInputError: the program has more than `MAX_VARIABLES` variables.
+        InvalidInputError: the program has more than 100 000 variables.
         DoesNotFitError: no schedule exists, or its layout exceeds the arena.
         TimeLimitError: no schedule was found in time.
     """
     program = Program.of_versions(SsaForm.unchanged(problem), variants=True)
-    request = limited(request, "monet", MonetModel.variable_count(program), MAX_VARIABLES)
+    request = limited(request, "monet", MonetModel.variable_count(program), 100_000)
     assert request.deadline is not None
     infeasible = DoesNotFitError(working_set_bound(problem).op)
     capacity = problem.rounded(request.arena_bytes)

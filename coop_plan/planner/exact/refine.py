@@ -3,11 +3,12 @@
 import time
 from dataclasses import dataclass, field
 from itertools import groupby
+from math import inf
 
 from coop_plan.planner.core.jit import usable_cpus
 from coop_plan.planner.exact.dual.background import BoundingProcess
 from coop_plan.planner.exact.incumbent import OPTIMALITY_TOLERANCE, Incumbent
-from coop_plan.planner.exact.model.milp import INFINITY, Answer, Outcome
+from coop_plan.planner.exact.model.milp import Answer, Outcome
 from coop_plan.planner.exact.model.paths import PathCuts
 from coop_plan.planner.exact.model.point_selection import (
     initial_points,
@@ -99,7 +100,7 @@ class Refinement:
             self.hard = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
             coarse = len(self.points) <= self.program.n
             if (self.hard or coarse) and self._yields_to_bounding():
-                return Answer(Outcome.UNKNOWN, -INFINITY, INFINITY, None)
+                return Answer(Outcome.UNKNOWN, -inf, inf, None)
         if self.hard:
             bound = self.paths.strengthen(self.process.relax, model, now + remaining * cuts)
             self._prove(model.bound_us(bound))

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 
@@ -17,7 +18,6 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
 from coop_plan.planner.exact.dual.background import BoundingProcess
 from coop_plan.planner.exact.incumbent import OPTIMALITY_TOLERANCE, Incumbent
-from coop_plan.planner.exact.model.milp import INFINITY
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.variants import fix_variants, restore_variants
 from coop_plan.planner.exact.params import DEFAULTS
@@ -120,7 +120,7 @@ class _JointSearch:
 
     def proved(self) -> bool:
         """True if the cost of the best schedule is within the tolerance of the bound."""
-        cost_us = INFINITY if self.placed is None else self.placed.cost_us
+        cost_us = inf if self.placed is None else self.placed.cost_us
         return cost_us <= self.bound_us() * (1 + OPTIMALITY_TOLERANCE)
 
     @contextlib.contextmanager

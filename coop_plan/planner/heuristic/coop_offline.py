@@ -159,12 +159,7 @@ class CoopOffline:
         else:
             ops = np.arange(self.problem.op_count) if run is None else run.run.ops
         if self.problem.op_count <= SMALL_PROBLEM_OPS and not self._has_link:
-            # Most candidates there cannot be repaired at all. On larger graphs fewer repairs miss
-            # smaller arenas.
-            moves = replace(self.params.moves, max_repairs=3)
-            portfolio.params = replace(self.params, moves=moves)
-            SequenceAnnealing(portfolio, ops).find_feasible()
-            portfolio.params = self.params
+            SequenceAnnealing(portfolio, ops, few_repairs=True).find_feasible()
             if self.request.any_schedule or portfolio.best.found is not None:
                 return
         SequenceAnnealing(portfolio, ops).find_feasible()

@@ -1,38 +1,30 @@
-"""Parameters of coop-offline that more than one caller sets; a field's type is its valid range.
-
-Other numbers are where they are used.
-"""
+"""Parameters of coop-offline that more than one caller sets; others are where they are used."""
 
 from dataclasses import dataclass
 
-from coop_plan.planner.core.params import Count, Params, Positive, Size
-from coop_plan.planner.search.compute.params import DEFAULTS as MOVES
-from coop_plan.planner.search.compute.params import MoveParams
-
-Rule = tuple[Positive, bool, bool]
+Rule = tuple[float, bool, bool]
 """Scoring rule: exponent alpha of the distance, `cap` and `foresee` (see `EvictionState`)."""
 
 
 @dataclass(frozen=True)
-class EvictionParams(Params):
+class EvictionParams:
     """Offline eviction kernel (`planner.heuristic.eviction`)."""
 
-    pool_size: Count = 64
+    pool_size: int = 64
     """Most victims that one scan of the live tensors selects."""
 
-    pool_min_live: Size = 512
+    pool_min_live: int = 512
     """Least number of live tensors for which a scan's victims are kept for later evictions."""
 
-    chunk_events: Count = 4096
+    chunk_events: int = 4096
     """Events between two checks of the time limit."""
 
 
 @dataclass(frozen=True)
-class CoopOfflineParams(Params):
+class CoopOfflineParams:
     """Parameters of coop-offline."""
 
     eviction: EvictionParams = EvictionParams()
-    moves: MoveParams = MOVES
 
     rules: tuple[Rule, ...] = tuple(
         (alpha, cap, foresee)
@@ -42,16 +34,16 @@ class CoopOfflineParams(Params):
     )
     """Scoring rules to try; `foresee` helps where an eviction extends its inputs' lifetimes."""
 
-    annealing_effort: Positive = 1.37e7
+    annealing_effort: float = 1.37e7
     """Most steps of an annealing without a time limit, times the square root of its events."""
 
-    annealings: Count = 3
+    annealings: int = 3
     """Most annealings of the sequence within a time limit: results differ by seed."""
 
-    annealing_seconds_per_event: Positive = 1e-3
+    annealing_seconds_per_event: float = 1e-3
     """Least time of each of several annealings, s per event."""
 
-    coop_ops: Size = 300
+    coop_ops: int = 300
     """Ops up to which Coop's own run is made although another run fits."""
 
 

@@ -1,10 +1,10 @@
 """Lower bound on the cost of plans with homes, proved by a process while they are searched."""
 
 import time
+from math import inf
 
 from coop_plan.planner.exact.dual.background import BoundingProcess
 from coop_plan.planner.exact.incumbent import OPTIMALITY_TOLERANCE
-from coop_plan.planner.exact.model.milp import INFINITY
 from coop_plan.schemas import Plan
 
 
@@ -16,7 +16,7 @@ def with_bound(plan: Plan, process: BoundingProcess, until: float) -> Plan:
     bound = process.proved()
     while process.running and not _proves(bound, plan) and time.monotonic() < until:
         bound = max(bound, process.proved(until))
-    if bound == -INFINITY:
+    if bound == -inf:
         return plan
     return plan.model_copy(
         {

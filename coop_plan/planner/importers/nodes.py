@@ -14,9 +14,6 @@ from typing import Any
 
 from coop_plan.schemas.errors import InvalidInputError
 
-MAX_BYTES = 1 << 60
-"""Upper limit of a storage, as of the sum of a graph's sizes."""
-
 
 @dataclass(frozen=True)
 class Ref:
@@ -190,8 +187,9 @@ def _ref(value: Any, layout: tuple[Any, Any], own: int, place: str) -> Iterator[
             f"node {own}: not a device: {json.dumps(value[5])[:80]}", f"{place}/5"
         )
     extent = (offset + _span(layout[0], layout[1], numel)) * itemsize
-    if extent < 0 or max(extent, numel * itemsize) >= MAX_BYTES:
-        message = f"node {own}: its offset, shape and strides exceed {MAX_BYTES} bytes"
+    most = 1 << 60  # as of the sum of a graph's sizes
+    if extent < 0 or max(extent, numel * itemsize) >= most:
+        message = f"node {own}: its offset, shape and strides exceed {most} bytes"
         raise InvalidInputError(message, place)
     yield Ref(
         tensor=tensor,

@@ -22,7 +22,6 @@ the workspace of a run, and the last buffer of an output of the step.
 """
 
 Engine = Literal["compute", "offload", "prefetch", "wait", "host"]
-ENGINES: tuple[Engine, ...] = get_args(Engine)
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Data of the memory map as columns of rectangles and moments, small enough for one page."""
 
-from typing import Any
+from typing import Any, get_args
 
-from coop_plan.planner.inspect.buffers import ENGINES, KINDS, PlanView, replay_plan
+from coop_plan.planner.inspect.buffers import KINDS, Engine, PlanView, replay_plan
 from coop_plan.planner.inspect.explain import tensor_name
 from coop_plan.schemas import Graph, Plan
 
@@ -12,7 +12,7 @@ def drawing(graph: Graph, plan: Plan, title: str = "") -> dict[str, Any]:
 
     `map` has columns per rectangle: offset, size (bytes), begin, end (moments), kind (index in
     `KINDS`), op and tensor (positions, −1 for none); and per moment: live bytes of the arena, bytes
-    of outputs outside it, engine (index in `ENGINES`), start and end in µs, and the position of the
+    of outputs outside it, engine (index in `Engine`), start and end in µs, and the position of the
     op that runs then or ran last. `resident` lists (kind, bytes).
     """
     figures = {name: value for name, value in plan.to_dict().items() if name != "steps"}
@@ -35,7 +35,7 @@ def _map(graph: Graph, plan: Plan, view: PlanView) -> dict[str, Any]:
         "live": view.live,
         "outside": view.outside,
         "resident": [[kind, size] for kind, size in view.resident.items()],
-        "engine": [ENGINES.index(moment.engine) for moment in view.moments],
+        "engine": [get_args(Engine).index(moment.engine) for moment in view.moments],
         "runs": _latest_runs(view),
         "begin_us": [round(moment.begin_us, 3) for moment in view.moments],
         "done_us": [round(moment.end_us, 3) for moment in view.moments],

@@ -13,7 +13,6 @@ from coop_plan.planner.inspect.explain import split_source, tensor_name
 from coop_plan.schemas import Graph, Plan
 
 TRACKS = {"compute": 1, "offload": 2, "prefetch": 3, "wait": 1, "host": 4}
-NAMES = {1: "compute", 2: "device to host", 3: "host to device", 4: "host"}
 
 
 def trace(graph: Graph, plan: Plan) -> bytes:
@@ -26,8 +25,9 @@ def trace(graph: Graph, plan: Plan) -> bytes:
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": graph.name or "step"}}
     ]
+    names = {1: "compute", 2: "device to host", 3: "host to device", 4: "host"}
     events += [
-        {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": NAMES[tid]}}
+        {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": names[tid]}}
         for tid in sorted({TRACKS[moment.engine] for moment in view.moments})
     ]
     fixed = plan.resident_bytes

@@ -8,9 +8,6 @@ from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.jit import njit
 from coop_plan.planner.placement.windows import Pieces, pieces
 
-NO_OFFSET = -1
-"""Marks a buffer without a fixed offset."""
-
 
 class FixedOverlapError(ValueError):
     """Two buffers overlap at their fixed offsets."""
@@ -44,7 +41,7 @@ class Instance:
     size: Ints
     """Exact bytes of each buffer."""
     fixed: Ints
-    """Fixed offset in units, or `NO_OFFSET`."""
+    """Fixed offset in units, or -1."""
     sections: int
     alignment: int
     """Bytes per unit."""
@@ -108,10 +105,10 @@ def build(
         raise ValueError(f"alignment must be at least 1, not {each.min()}")
     unit = int(np.gcd.reduce(each.ravel())) or 1
     multiple = np.broadcast_to(each // unit, count).astype(np.int64)
-    given = np.full(count, NO_OFFSET, np.int64) if fixed is None else fixed
+    given = np.full(count, -1, np.int64) if fixed is None else fixed
     if given.shape != (count,):
         raise ValueError(f"fixed must have one entry per buffer: {count}, not {len(given)}")
-    if (given < NO_OFFSET).any():
+    if (given < -1).any():
         raise ValueError("a fixed offset must be at least 0, or -1 for none")
     if ((given >= 0) & (given % each != 0)).any():
         raise ValueError("a fixed offset must be a multiple of the alignment")
@@ -135,7 +132,7 @@ def build(
         last=last,
         height=height,
         size=size,
-        fixed=np.where(given >= 0, given // unit, NO_OFFSET),
+        fixed=np.where(given >= 0, given // unit, -1),
         sections=total,
         alignment=unit,
         multiple=multiple,
@@ -155,7 +152,7 @@ def _clash_of(instance: Instance) -> tuple[int, int]:
     # Pieces as buffers of their own. Those of one buffer share no section.
     owner = np.repeat(np.arange(instance.count), np.diff(parts.start))
     bottom = instance.fixed[owner] * instance.alignment + parts.low
-    bottom[instance.fixed[owner] < 0] = NO_OFFSET
+    bottom[instance.fixed[owner] < 0] = -1
     p, q = _fixed_clash(parts.first, parts.last, bottom, parts.high - parts.low)
     return (int(owner[p]), int(owner[q])) if p >= 0 else (p, q)
 

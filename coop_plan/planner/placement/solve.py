@@ -1,5 +1,6 @@
 """`place`, the entry point of offset placement."""
 
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,11 +16,6 @@ from coop_plan.planner.placement.descend import descend
 from coop_plan.planner.placement.greedy import placements, simple_count
 from coop_plan.planner.placement.instance import Instance, build
 from coop_plan.planner.placement.restarts import Effort, components, fit
-
-UNLIMITED = 1 << 62
-
-MOST_BUFFERS = 4_000
-"""Buffers of an instance above which there is no exact search."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +94,13 @@ def place(
     hint = None if order_hint is None else _ints(order_hint)
     if time_limit is not None:
         scans = int(time_limit / 3.5e-9)
-    passes = _passes(instance.count, work > 0, deadline is not None)
+    small = instance.count <= 4_000  # enough for an exact search
+    passes = _passes(instance.count, small, work > 0, deadline is not None)
     passes += 2 * simple_count(instance.count, scans)
     candidates = placements(instance, hint, goal, seed, scans)
     best, peak = _greedy(instance, candidates, goal, passes, deadline)
-    effort = Effort(work if deadline is None else UNLIMITED, deadline)
-    if work and peak > goal and instance.count <= MOST_BUFFERS:
+    effort = Effort(work if deadline is None else sys.maxsize, deadline)
+    if work and peak > goal and small:
         found, bound = _search(instance, bound, capacity, peak, effort, seed)
         if found is not None:
             best, peak = found, instance.peak(found)
@@ -120,14 +117,14 @@ def place(
     )
 
 
-def _passes(count: int, search: bool, limited: bool) -> int:
+def _passes(count: int, small: bool, search: bool, limited: bool) -> int:
     """Number of greedy passes."""
     if not search:
         return 16
     if count <= 500:  # the exact search is better than further passes
         return 40
-    if limited and count > MOST_BUFFERS:
-        return UNLIMITED  # no search follows: passes until the time limit
+    if limited and not small:
+        return sys.maxsize  # no search follows: passes until the time limit
     return max(40, (4_000_000 if limited else 200_000) // count)  # 2 s, 0.1 s
 
 

@@ -113,19 +113,6 @@ def create_tables(connection: sqlite3.Connection, statements: Sequence[str]) -> 
             raise ForeignTablesError(f"its table {name} is not of a cache of this version")
 
 
-TABLES = (
-    (
-        "create table answer (key text not null, slot integer not null, record blob not null,"
-        " bytes integer not null, used integer not null, primary key (key, slot))"
-    ),
-    "create index by_use on answer (used, bytes)",
-    (
-        "create table family (name text not null, measure not null, key text not null,"
-        " primary key (name, key)) without rowid"
-    ),
-)
-
-
 def without_password(address: str) -> str:
     """The address as it may be printed: without the user and the password of a Redis."""
     scheme, separator, rest = address.partition("://")
@@ -181,7 +168,19 @@ class SqliteStore:
         found = "select 1 from sqlite_master where name = 'plan'"  # of versions before 0.2
         if self._connection.execute(found).fetchone() is not None:
             self._connection.execute("drop table plan")
-        create_tables(self._connection, TABLES)
+        tables = (
+            (
+                "create table answer (key text not null, slot integer not null,"
+                " record blob not null, bytes integer not null, used integer not null,"
+                " primary key (key, slot))"
+            ),
+            "create index by_use on answer (used, bytes)",
+            (
+                "create table family (name text not null, measure not null, key text not null,"
+                " primary key (name, key)) without rowid"
+            ),
+        )
+        create_tables(self._connection, tables)
 
     def get(self, key: str) -> list[Record]:
         """The records of a key, oldest first; damaged ones are deleted."""

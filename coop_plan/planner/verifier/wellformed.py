@@ -5,26 +5,20 @@ import math
 from coop_plan.planner.verifier.state import Fault
 from coop_plan.schemas import Compute, Free, Offload, Plan, Prefetch, Step, TensorRead, Wait
 
-COUNTS = (
-    *("budget_bytes", "resident_bytes", "arena_bytes", "host_arena_bytes"),
-    *("peak_bytes", "recomputed_ops", "swapped_bytes"),
-)
-INTEGER = {int}
-"""Accepted types of integers; `bool` is not one."""
-
-NUMBERS = (
-    *("base_cost_us", "cost_us", "overhead", "fragmentation"),
-    *("prefetch_stall_us", "offload_stall_us"),
-)
-
 
 def malformed(plan: Plan) -> list[Fault]:
     """A fault per value that is not an integer of at least 0, not finite, or not a step."""
     check = _Check()
-    for name in COUNTS:
+    for name in (
+        *("budget_bytes", "resident_bytes", "arena_bytes", "host_arena_bytes"),
+        *("peak_bytes", "recomputed_ops", "swapped_bytes"),
+    ):
         check.count(getattr(plan, name), f"/{name}")
     check.count(plan.alignment, "/alignment", least=1)
-    for name in NUMBERS:
+    for name in (
+        *("base_cost_us", "cost_us", "overhead", "fragmentation"),
+        *("prefetch_stall_us", "offload_stall_us"),
+    ):
         check.number(getattr(plan, name), f"/{name}")
     if plan.host_budget_bytes is not None:
         check.count(plan.host_budget_bytes, "/host_budget_bytes")
@@ -54,7 +48,8 @@ def _is_wellformed(step: Step) -> bool:
         values = [*step.buffers]
     else:
         return False
-    return {*map(type, values)} <= INTEGER and (not values or min(values) >= 0)  # type: ignore[type-var, operator]
+    # `bool` is no integer.
+    return {*map(type, values)} <= {int} and (not values or min(values) >= 0)  # type: ignore[type-var, operator]
 
 
 class _Check:

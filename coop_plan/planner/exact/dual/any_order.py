@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from coop_plan.planner.exact.model.any_order import AnyOrderModel
-from coop_plan.planner.exact.model.milp import INFINITY, Answer, Outcome
+from coop_plan.planner.exact.model.milp import Answer, Outcome
 from coop_plan.planner.exact.model.point_selection import Ancestry, Chains
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.solver.jobs import SolveMilp, SolveProgress
@@ -39,6 +40,6 @@ class AnyOrderBounding:
         def report(progress: SolveProgress | Answer) -> None:
             self.report(model.bound_us(progress.bound))
 
-        answer = solve_milp(SolveMilp(model.milp), INFINITY, report)
+        answer = solve_milp(SolveMilp(model.milp), inf, report)
         if answer.outcome is not Outcome.INFEASIBLE:
             report(answer)

@@ -6,9 +6,9 @@ or `planner.exact.dual.homes`.
 
 import queue
 from dataclasses import dataclass
+from math import inf
 
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.exact.model.milp import INFINITY
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams
 from coop_plan.planner.exact.solver.process import Child
@@ -67,10 +67,10 @@ class BoundingProcess(Child):
         Raises:
             SolverError: the process raised an exception.
         """
-        best = -INFINITY
+        best = -inf
         while self.running:
             try:
-                bound: float | None = self.receive(until if best == -INFINITY else 0.0)
+                bound: float | None = self.receive(until if best == -inf else 0.0)
             except queue.Empty:
                 break
             if bound is None:

@@ -8,11 +8,12 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 from coop_plan.planner.exact.dual.any_order import AnyOrderBounding
 from coop_plan.planner.exact.dual.background import BoundingJob, HomesJob
 from coop_plan.planner.exact.dual.homes import HomesBounding
-from coop_plan.planner.exact.model.milp import INFINITY, Milp, Outcome, Relaxation
+from coop_plan.planner.exact.model.milp import Milp, Outcome, Relaxation
 from coop_plan.planner.exact.model.paths import PathCuts
 from coop_plan.planner.exact.model.point_selection import initial_points
 from coop_plan.planner.exact.model.program import Program
@@ -38,7 +39,7 @@ class Bounding:
     report: Callable[[float], None]
     params: ExactParams = DEFAULTS
     _spread_count: int = field(init=False)
-    _best: float = -INFINITY
+    _best: float = -inf
     _model: TimePointModel | None = None
 
     def __post_init__(self) -> None:
@@ -58,7 +59,7 @@ class Bounding:
         """Strengthen the model of these points by the cuts found so far, and by new ones."""
         model = TimePointModel(self.program, self.capacity, sorted({*points, self.program.n}))
         bound = paths.strengthen(
-            _relax, model, INFINITY, lambda bound: self.report(model.bound_us(bound))
+            _relax, model, inf, lambda bound: self.report(model.bound_us(bound))
         )
         if bound > self._best:
             self._best, self._model = bound, model

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.exact.model.homes import HomesModel, Order
-from coop_plan.planner.exact.model.milp import INFINITY, Answer, Outcome
+from coop_plan.planner.exact.model.milp import Answer, Outcome
 from coop_plan.planner.exact.solver import simplex
 from coop_plan.planner.exact.solver.jobs import RelaxMilp, SolveMilp, SolveProgress
 from coop_plan.planner.exact.solver.milp_solvers import solve_milp
@@ -29,7 +30,7 @@ class HomesBounding:
         count = min(1, most)
         while True:
             model = HomesModel(order, self.budget, order.points(count))
-            relaxed = simplex.relax(RelaxMilp(model.milp, 0.0), INFINITY)
+            relaxed = simplex.relax(RelaxMilp(model.milp, 0.0), inf)
             self.report(model.bound_us(relaxed.bound))
             if count == most:
                 return self._solve_integral(model)
@@ -39,6 +40,6 @@ class HomesBounding:
         def report(progress: SolveProgress | Answer) -> None:
             self.report(model.bound_us(progress.bound))
 
-        answer = solve_milp(SolveMilp(model.milp), INFINITY, report)
+        answer = solve_milp(SolveMilp(model.milp), inf, report)
         if answer.outcome is not Outcome.INFEASIBLE:
             report(answer)

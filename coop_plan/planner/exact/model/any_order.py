@@ -21,9 +21,10 @@ op's first run.
 """
 
 from dataclasses import dataclass, field
+from math import inf
 
 from coop_plan.planner.core.memory_bounds import working_sets
-from coop_plan.planner.exact.model.milp import INFINITY, ROUNDING, Milp, Terms
+from coop_plan.planner.exact.model.milp import ROUNDING, Milp, Terms
 from coop_plan.planner.exact.model.point_selection import Ancestry
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import COST_SCALE
@@ -108,7 +109,7 @@ class AnyOrderModel:
             else:
                 row[column] = row.get(column, 0.0) + value
         if sum(min(value, 0.0) for value in row.values()) < lower:
-            milp.row(list(row.items()), lower, INFINITY)
+            milp.row(list(row.items()), lower, inf)
 
     def _precedence(self, k: int) -> None:
         # [Constraint] D[k, v] ≤ D[k, u] for the producers u of what v reads; D[k−1, v] ≤ D[k, v].

@@ -24,13 +24,13 @@ other tensors with buffers fit. All of this holds for every order of the ops, in
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from math import fsum
+from math import fsum, inf
 from typing import NamedTuple
 
 from coop_plan.planner.core.memory_bounds import bytes_with_homes
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.timeline import Timeline
-from coop_plan.planner.exact.model.milp import INFINITY, ROUNDING, Milp, Terms
+from coop_plan.planner.exact.model.milp import ROUNDING, Milp, Terms
 from coop_plan.planner.exact.model.point_selection import worst_of_groups
 
 UNITS = 1000.0
@@ -190,7 +190,7 @@ class HomesModel:
         total = dict[int, float]()
         for column, value in terms:
             total[column] = total.get(column, 0.0) + value
-        self.milp.row(list(total.items()), lower, INFINITY)
+        self.milp.row(list(total.items()), lower, inf)
 
     # Rows.
 
@@ -346,7 +346,7 @@ class HomesModel:
                 held[j].append((column, size / budget))
         for j, point in enumerate(self.points, 1):
             room = (budget - fixed - order.needs[point].bytes) / budget
-            self.milp.row(held[j], -INFINITY, room + ROUNDING)
+            self.milp.row(held[j], -inf, room + ROUNDING)
 
     def _engines(self) -> None:
         """A segment is as long as compute, each copy engine and the host are busy in it."""

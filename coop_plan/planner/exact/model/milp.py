@@ -1,16 +1,14 @@
 """Mixed-integer linear program as plain lists, and results of its solution."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the solver's process, which starts for every plan, needs no NumPy for a MILP
     import numpy as np
     from numpy.typing import NDArray
-
-INFINITY = math.inf
 
 ROUNDING = 1e-9
 """Relative slack of memory rows, so that scaling by the capacity cuts off no solution."""
@@ -70,7 +68,7 @@ class Milp:
             for t in {pair[side] for pair, _ in pairs}:
                 same = [(column, 1.0) for pair, column in pairs if pair[side] == t]
                 if len(same) > 1:
-                    self.row(same, -INFINITY, 1.0)
+                    self.row(same, -inf, 1.0)
 
     def rounded_rows(self, weights: dict[int, int], room: int, finest: int) -> list[int]:
         """Rows Σ ⌊weight / s⌋ · column ≤ ⌊room / s⌋ (Chvátal, 1973) for weights s ≥ room / finest.
@@ -81,7 +79,7 @@ class Milp:
         rows = []
         for s in sizes:
             terms = [(c, float(w // s)) for c, w in weights.items() if w // s]
-            rows.append(self.row(terms, -INFINITY, room // s))
+            rows.append(self.row(terms, -inf, room // s))
         return rows
 
 

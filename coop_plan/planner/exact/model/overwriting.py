@@ -18,8 +18,8 @@ arena. E is charged the cost of its runs; the rows may allow fewer runs than the
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from math import inf
 
-from coop_plan.planner.exact.model.milp import INFINITY
 from coop_plan.planner.exact.model.segments import Segments
 
 
@@ -71,7 +71,7 @@ class Overwriting:
                     again = [model.y[k][v] for v in program.choices[op] if v in model.y[k]]
                     terms += [(c, sign) for c in again + ([extra[op]] if op in extra else [])]
                 # [Constraint] B[k, d] ≤ B[k−1, d] + runs of v − runs of w.
-                milp.row(terms, -INFINITY, float((start < maker) - (start < writer <= point)))
+                milp.row(terms, -inf, float((start < maker) - (start < writer <= point)))
                 self._residency_row(k, writer, d)
 
     def _residency_row(self, k: int, writer: int, d: int) -> None:
@@ -83,4 +83,4 @@ class Overwriting:
         column = model.x[k][d]
         row = [(self.buffers[d], 1.0), *((z, 1.0) for z in ends)]
         row += [] if column is None else [(column, -1.0)]
-        model.milp.row(row, float(column is None), INFINITY)
+        model.milp.row(row, float(column is None), inf)

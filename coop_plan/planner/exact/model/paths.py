@@ -19,12 +19,13 @@ segments. Each separation step finds a shortest path.
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from math import inf
 from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coop_plan.planner.exact.model.milp import INFINITY, Milp, Relaxation
+from coop_plan.planner.exact.model.milp import Milp, Relaxation
 from coop_plan.planner.exact.model.separation import RelaxedSolution, most_violated
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.params import DEFAULTS
@@ -79,7 +80,7 @@ class PathCuts:
         relaxed = model.milp.copy()
         for path in self.paths:
             _add(relaxed, model, path)
-        bound = -INFINITY
+        bound = -inf
         last: Relaxation | None = None
         # (relative accuracy of the relaxation, least relative gain of a round): a round that gains
         # less moves on to the next pair; after the last one separation ends. Bounds are valid at
@@ -143,7 +144,7 @@ def _terms(model: TimePointModel, path: Path) -> tuple[dict[int, float], float]:
 
 def _add(milp: Milp, model: TimePointModel, path: Path) -> None:
     terms, demand = _terms(model, path)
-    milp.row([(column, value) for column, value in terms.items() if value], demand, INFINITY)
+    milp.row([(column, value) for column, value in terms.items() if value], demand, inf)
 
 
 def _slack(model: TimePointModel, path: Path, values: Vector) -> float:

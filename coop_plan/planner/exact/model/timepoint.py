@@ -26,12 +26,12 @@ import time
 from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from math import fsum
+from math import fsum, inf
 
 from coop_plan.planner.core.errors import TimeLimitError
 from coop_plan.planner.core.memory_bounds import working_sets
 from coop_plan.planner.core.problem import Pair
-from coop_plan.planner.exact.model.milp import INFINITY, ROUNDING, Milp, Terms
+from coop_plan.planner.exact.model.milp import ROUNDING, Milp, Terms
 from coop_plan.planner.exact.model.overwriting import Overwriting
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.transfers import Transfers
@@ -217,7 +217,7 @@ class TimePointModel:
     def _require(self, k: int, t: int, demand: int, minus: Terms) -> None:
         constant, terms = self.available(k, t)
         if not constant or terms:
-            self.milp.row([*terms, *minus], demand - constant, INFINITY)
+            self.milp.row([*terms, *minus], demand - constant, inf)
 
     def _dependencies(self, k: int) -> None:
         program = self.program
@@ -264,7 +264,7 @@ class TimePointModel:
             for t in program.reads[v]:
                 resident = self.x[k].get(t)
                 if resident is not None:
-                    milp.row([(resident, 1.0), (self.f[v], -1.0)], 0.0, INFINITY)
+                    milp.row([(resident, 1.0), (self.f[v], -1.0)], 0.0, inf)
         z: dict[Pair, int] = {}
         for (out, source), users_of_pair in users.items():
             everywhere = len(users_of_pair) == len(variants)
@@ -275,15 +275,13 @@ class TimePointModel:
             column = z[out, source] = milp.binary()
             weights[column] = -size[out]
             if not everywhere:
-                milp.row(
-                    [(column, -1.0), *((self.f[v], 1.0) for v in users_of_pair)], 0.0, INFINITY
-                )
+                milp.row([(column, -1.0), *((self.f[v], 1.0) for v in users_of_pair)], 0.0, inf)
         milp.match(z.items())
         self.z.append(z)
         unit = max(1, self.capacity)
         terms = [(column, weight / unit) for column, weight in weights.items()]
         room = self.capacity - fixed
-        exact = milp.row(terms, -INFINITY, room / unit + ROUNDING)
+        exact = milp.row(terms, -inf, room / unit + ROUNDING)
         rounded = milp.rounded_rows(weights, room, finest=40)
         self.memory.append([exact, *rounded])
 
@@ -305,7 +303,7 @@ class TimePointModel:
             row = [(h, 1.0), *((c, -value) for c, value in terms), *self.obtained(k, t)]
             if resident is not None:
                 row.append((resident, -1.0))
-            milp.row(row, constant + (resident is None) - 1, INFINITY)
+            milp.row(row, constant + (resident is None) - 1, inf)
         need, unit = working_sets(problem).rerun, max(self.capacity, 1)
         self.cut_rows.append([])
         for v in variants:
@@ -321,4 +319,4 @@ class TimePointModel:
                     terms.append((column, problem.size[t] / unit))
                 elif before:
                     room -= problem.size[t] / unit
-            self.cut_rows[k].append(milp.row(terms, -INFINITY, room + ROUNDING))
+            self.cut_rows[k].append(milp.row(terms, -inf, room + ROUNDING))

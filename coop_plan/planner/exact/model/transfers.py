@@ -44,8 +44,9 @@ fewer bytes or shorter transfers, so both may be capped.
 """
 
 from dataclasses import dataclass, field
+from math import inf
 
-from coop_plan.planner.exact.model.milp import INFINITY, ROUNDING, Terms
+from coop_plan.planner.exact.model.milp import ROUNDING, Terms
 from coop_plan.planner.exact.model.segments import Segments
 
 
@@ -161,7 +162,7 @@ class Transfers:
             started = self._new_prefetches(k, t)
             # [Constraint] prefetches begin before they are waited for: A[k] − A[k−1] + L[k] ≥ 0.
             if len(started) > 1:
-                milp.row(started, 0.0, INFINITY)
+                milp.row(started, 0.0, inf)
             # [Constraint] a prefetch needs a host copy: ≤ C[k], or with a host budget ≤ G[k−1] +
             # C[k] − C[k−1].
             if self.host_capacity is None:
@@ -169,21 +170,21 @@ class Transfers:
             else:
                 kept = self._column(self.on_host, k - 1, t, -1.0)
                 available = [*kept, *self._new_offloads(k, t, -1.0)]
-            milp.row([*started, *available], -INFINITY, 0.0)
+            milp.row([*started, *available], -inf, 0.0)
             # [Constraint] A[k] ≤ G[k], L[k] ≤ G[k−1] (C without a host budget).
             for at, column in (k, self.arriving[k].get(t)), (k - 1, self.prefetched[k][t]):
                 if column is not None:
                     available = self._column(self.host_copies, at, t, -1.0)
-                    milp.row([(column, 1.0), *available], -INFINITY, 0.0)
+                    milp.row([(column, 1.0), *available], -inf, 0.0)
         for t in self.offloaded[k]:
             started = self._new_offloads(k, t)
             # [Constraint] C[k] ≥ C[k−1].
             if len(started) > 1:
-                milp.row(started, 0.0, INFINITY)
+                milp.row(started, 0.0, inf)
             # [Constraint] an offloaded tensor is readable: C[k] − C[k−1] ≤ kept + Y.
             constant, terms = model.kept(k, t)
             terms = [*terms, *model.recomputed(k, t)]
-            milp.row([*started, *((c, -value) for c, value in terms)], -INFINITY, constant)
+            milp.row([*started, *((c, -value) for c, value in terms)], -inf, constant)
 
     def _host_memory(self, k: int) -> None:
         """[Constraint] Σ bytes of G[k, d] ≤ host budget; G[k] ≤ G[k−1] + C[k] − C[k−1]."""
@@ -194,11 +195,11 @@ class Transfers:
                 *self._column(self.on_host, k - 1, t, -1.0),
                 *self._new_offloads(k, t, -1.0),
             ]
-            milp.row(terms, -INFINITY, 0.0)
+            milp.row(terms, -inf, 0.0)
         if self.on_host[k]:
             assert self.host_capacity is not None
             load = [(c, size[t] / self.host_capacity) for t, c in self.on_host[k].items()]
-            milp.row(load, -INFINITY, 1.0 + ROUNDING)
+            milp.row(load, -inf, 1.0 + ROUNDING)
 
     def _copy_engines(self, k: int) -> None:
         """[Constraint] the work of a copy engine in segment k takes no longer than the segment."""
@@ -220,7 +221,7 @@ class Transfers:
         segment += chosen
         # [Constraint] V[k] ≤ Σ µs of arriving prefetches.
         arriving = [(c, -self.to_device[t]) for t, c in self.arriving[k].items()]
-        milp.row([(prefetch_done, 1.0), *arriving], -INFINITY, 0.0)
+        milp.row([(prefetch_done, 1.0), *arriving], -inf, 0.0)
         prefetches = [(c, self.to_device[t]) for t, c in self.prefetched[k].items()]
         offloads = [
             (column, value * self.to_host[t])
@@ -231,10 +232,10 @@ class Transfers:
         for engine, (column, work) in enumerate(awaited):
             earlier = [(self.early_work[k - 1][engine], -1.0)] if k else []
             # [Constraint] transfers waited for end before τ_k begins.
-            milp.row([*work, *earlier, *segment], -INFINITY, before)
+            milp.row([*work, *earlier, *segment], -inf, before)
             # [Constraint] with V[k] or U[k], the engine's work ends with τ_k.
             ended = [*work, (column, 1.0), *earlier, *segment, *chosen_last]
-            milp.row(ended, -INFINITY, before + at)
+            milp.row(ended, -inf, before + at)
 
     def _first_run_time(self, ops: list[tuple[int, ...]]) -> tuple[float, Terms]:
         """Time of first runs of ops, given by their variants: a constant less the terms' sum."""
@@ -258,4 +259,4 @@ class Transfers:
                     terms[column] = terms.get(column, 0.0) - self.to_host[t]
                     done = self.offloaded[k].get(t, column)
                     terms[done] = terms.get(done, 0.0) + self.to_host[t]
-            milp.row([(c, value) for c, value in terms.items() if value], -INFINITY, 0.0)
+            milp.row([(c, value) for c, value in terms.items() if value], -inf, 0.0)

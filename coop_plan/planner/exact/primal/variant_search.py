@@ -19,6 +19,7 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.memory_bounds import (
@@ -29,7 +30,7 @@ from coop_plan.planner.core.memory_bounds import (
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, Schedule
 from coop_plan.planner.exact.incumbent import Incumbent
-from coop_plan.planner.exact.model.milp import INFINITY, Answer, Milp, Outcome
+from coop_plan.planner.exact.model.milp import Answer, Milp, Outcome
 from coop_plan.planner.exact.model.point_selection import worst_of_groups
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
@@ -157,7 +158,7 @@ class VariantSearch:
     ) -> Iterator[list[int]]:
         """The start chosen by the linear relaxation of the program, whose bound counts, too."""
         relaxed = replace(model.milp, integer=[False] * len(model.milp.integer))
-        answer = process.solve(relaxed, self._until(INFINITY))
+        answer = process.solve(relaxed, self._until(inf))
         if answer.outcome is Outcome.OPTIMAL:
             self.incumbent.prove(model.bound_us(answer.bound))
         if answer.values is not None:
@@ -333,7 +334,7 @@ class VariantSearch:
     def _time_share(self, share: float) -> float:
         """The `time.monotonic` value at which this share of the time left has passed."""
         now = time.monotonic()
-        return now + (self._until(INFINITY) - now) * share
+        return now + (self._until(inf) - now) * share
 
     def _solve(
         self, process: SolverProcess, model: TimePointModel, until: float, gap: float

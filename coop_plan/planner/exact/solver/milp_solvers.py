@@ -10,9 +10,6 @@ from typing import Any
 from coop_plan.planner.exact.model.milp import Answer, Milp, Outcome
 from coop_plan.planner.exact.solver.jobs import PulpAnswer, SolveMilp, SolveProgress, SolvePulp
 
-NO_TIME_LIMIT = 1e6
-"""Time limit that stands for none, s."""
-
 
 def solve_milp(job: SolveMilp, seconds: float, progress: Callable[[SolveProgress], None]) -> Answer:
     """Solve a program with a solver of OR-Tools, on one thread; only HiGHS reports progress.
@@ -36,7 +33,6 @@ def _solve(job: SolveMilp, seconds: float, progress: Callable[[SolveProgress], N
 
     highs = job.solver == "highs"
     parameters = parameters_pb2.SolveParametersProto()
-    parameters.time_limit.FromTimedelta(datetime.timedelta(seconds=min(seconds, NO_TIME_LIMIT)))
     parameters.absolute_gap_tolerance = job.gap
     parameters.relative_gap_tolerance = job.relative_gap
     if job.nodes:
@@ -55,7 +51,7 @@ def _solve(job: SolveMilp, seconds: float, progress: Callable[[SolveProgress], N
                 progress(SolveProgress(float(found[1]), float(found[2])))
 
     model = to_proto(job.milp)
-    result = run_mathopt(model, job.solver, parameters, read_log if highs else None)
+    result = run_mathopt(model, job.solver, parameters, seconds, read_log if highs else None)
     bounds = result.termination.objective_bounds
     values = None
     for solution in result.solutions:
@@ -73,14 +69,19 @@ def _solve(job: SolveMilp, seconds: float, progress: Callable[[SolveProgress], N
 
 
 def run_mathopt(
-    model: Any, solver: str, parameters: Any, read_log: Callable[[list[str]], None] | None = None
+    model: Any,
+    solver: str,
+    parameters: Any,
+    seconds: float,
+    read_log: Callable[[list[str]], None] | None = None,
 ) -> Any:
-    """Result of a MathOpt solver on a model, all as protocol buffers."""
+    """Result of a MathOpt solver on a model within a time limit (s), all as protocol buffers."""
     from ortools.math_opt import callback_pb2, model_parameters_pb2, parameters_pb2
     from ortools.math_opt.core.python import solver as core
 
     names = {"highs": "HIGHS", "scip": "GSCIP", "cp-sat": "CP_SAT"}
     kind = getattr(parameters_pb2, f"SOLVER_TYPE_{names[solver]}")
+    parameters.time_limit.FromTimedelta(datetime.timedelta(seconds=min(seconds, 1e6)))
     initializer = parameters_pb2.SolverInitializerProto()
     options = model_parameters_pb2.ModelSolveParametersProto()
     callbacks = callback_pb2.CallbackRegistrationProto()

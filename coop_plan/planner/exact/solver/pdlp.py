@@ -5,12 +5,13 @@ NeurIPS 2021) ends with approximate values and multipliers. On sparse relaxation
 thousands of cuts it takes a tenth of the simplex's time.
 """
 
+from math import inf
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coop_plan.planner.exact.model.milp import INFINITY, Milp, Relaxation
+from coop_plan.planner.exact.model.milp import Milp, Relaxation
 from coop_plan.planner.exact.solver.jobs import RelaxMilp
 
 Vector = NDArray[np.float64]
@@ -43,7 +44,7 @@ def relax(job: RelaxMilp, seconds: float) -> Relaxation:
         solve_log_pb2.TERMINATION_REASON_TIME_LIMIT,
     )
     if result.solve_log.termination_reason not in ended or not np.isfinite(bound):
-        return Relaxation(bound if np.isfinite(bound) else -INFINITY, None, None)
+        return Relaxation(bound if np.isfinite(bound) else -inf, None, None)
     return Relaxation(bound, values, multipliers)
 
 

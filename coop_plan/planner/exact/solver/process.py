@@ -12,10 +12,11 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
 
-from coop_plan.planner.exact.model.milp import INFINITY, Answer, Milp, Outcome, Relaxation
+from coop_plan.planner.exact.model.milp import Answer, Milp, Outcome, Relaxation
 from coop_plan.planner.exact.solver.jobs import (
     Failure,
     Job,
@@ -141,7 +142,7 @@ class SolverProcess(Child):
         progress: Callable[[SolveProgress], None] | None = None,
     ) -> Answer:
         """See `SolveMilp`. Without a result the last reported bound is returned."""
-        last = SolveProgress(-INFINITY, INFINITY)
+        last = SolveProgress(-inf, inf)
         for message in self._messages(SolveMilp(milp, solver, gap, relative_gap, nodes), deadline):
             match message:
                 case Answer():
@@ -156,7 +157,7 @@ class SolverProcess(Child):
         self, milp: Milp, deadline: float, accuracy: float, start: Relaxation | None = None
     ) -> Relaxation:
         """See `RelaxMilp`."""
-        nothing = Relaxation(-INFINITY, None, None)
+        nothing = Relaxation(-inf, None, None)
         return self._ask(RelaxMilp(milp, accuracy, start), deadline, nothing)
 
     def solve_pulp(self, problem: dict[str, Any], deadline: float, solver: str) -> PulpAnswer:

@@ -1,12 +1,12 @@
 """Linear relaxations in the solver process by HiGHS, where first-order methods converge slowly."""
 
-import datetime
+from math import inf
 
 import numpy as np
 
-from coop_plan.planner.exact.model.milp import INFINITY, Relaxation
+from coop_plan.planner.exact.model.milp import Relaxation
 from coop_plan.planner.exact.solver.jobs import RelaxMilp
-from coop_plan.planner.exact.solver.milp_solvers import NO_TIME_LIMIT, run_mathopt, to_proto
+from coop_plan.planner.exact.solver.milp_solvers import run_mathopt, to_proto
 from coop_plan.planner.exact.solver.pdlp import lagrangian_bound
 
 
@@ -19,16 +19,14 @@ def relax(job: RelaxMilp, seconds: float) -> Relaxation:
     from ortools.math_opt import parameters_pb2
 
     parameters = parameters_pb2.SolveParametersProto()
-    limit = datetime.timedelta(seconds=min(seconds, NO_TIME_LIMIT))
-    parameters.time_limit.FromTimedelta(limit)
     parameters.highs.string_options["parallel"] = "off"
     model = to_proto(job.milp)
     columns, rows = len(job.milp.lower), len(job.milp.row_lower)
     del model.variables.integers[:]
     model.variables.integers.extend([False] * columns)
-    result = run_mathopt(model, "highs", parameters)
+    result = run_mathopt(model, "highs", parameters, seconds)
     if not result.solutions or result.solutions[0].primal_solution.feasibility_status != 2:
-        return Relaxation(-INFINITY, None, None)
+        return Relaxation(-inf, None, None)
     solution = result.solutions[0]
     values, multipliers = np.zeros(columns), np.zeros(rows)
     values[solution.primal_solution.variable_values.ids] = (

@@ -11,7 +11,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from coop_plan.planner.heuristic.portfolio import Candidate, Portfolio
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.placement.layout import WORK, fit
 from coop_plan.planner.search.compute.metropolis import metropolis
+from coop_plan.planner.search.compute.params import MoveParams
 from coop_plan.planner.search.compute.sequence import (
     current_sequence,
     new_state,
@@ -54,19 +54,27 @@ class SequenceAnnealing:
     """Improves the incumbent of a portfolio, starting from `sequence`.
 
     `run` ends at `deadline`, a `time.monotonic` value (s); the other phases end after fixed numbers
-    of steps.
+    of steps. With `few_repairs` of a candidate, as for small graphs: most there cannot be repaired
+    at all. On larger graphs it would miss smaller arenas.
     """
 
-    def __init__(self, portfolio: Portfolio, sequence: Ints, deadline: float = math.inf) -> None:
+    def __init__(
+        self,
+        portfolio: Portfolio,
+        sequence: Ints,
+        deadline: float = math.inf,
+        *,
+        few_repairs: bool = False,
+    ) -> None:
         self.portfolio = portfolio
         self.feasible = sequence  # last sequence within the limit
         self.deadline = deadline
         self.random = np.random.default_rng(portfolio.request.seed)
         max_events = 2 * sequence.size + 2000  # of a sequence
         self.program = to_program(portfolio.arrays)
-        moves = portfolio.params.moves
+        moves = MoveParams(max_repairs=3) if few_repairs else MoveParams()
         if "reorder" in portfolio.request.off:
-            moves = replace(moves, first_run_chance=0.0)
+            moves = moves._replace(first_run_chance=0.0)
         self.state = new_state(portfolio.problem, max_events, moves)
         self.pace = 1000.0  # steps a second, before a measurement
         self.layout_seconds = 0.0

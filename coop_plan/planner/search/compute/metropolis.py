@@ -15,7 +15,7 @@ from coop_plan.planner.core.jit import inlined, njit
 from coop_plan.planner.search.compute.edits import eliminate_dead, finish_step, load, store
 from coop_plan.planner.search.compute.moves import move_first_run, propose
 from coop_plan.planner.search.compute.objective import evaluate
-from coop_plan.planner.search.compute.repair import REPAIR_CHANCE, repair
+from coop_plan.planner.search.compute.repair import repair
 from coop_plan.planner.search.compute.sequence import SearchState
 
 State = TypeVar("State")
@@ -79,7 +79,7 @@ def take_steps(
         accepted = False
         moves_first_run = reorders and np.random.random() < s.params.first_run_chance
         if move_first_run(a, s) if moves_first_run else propose(a, s):
-            repair_early = np.random.random() < REPAIR_CHANCE
+            repair_early = np.random.random() < 0.3  # though it would be accepted as it is
             for repairs in range(s.params.max_repairs + 1):
                 eliminate_dead(a, s)
                 cost, excess = evaluate(a, state, capacity, limit)

@@ -11,17 +11,7 @@ from coop_plan.planner.core.jit import inlined, inner
 from coop_plan.planner.search.compute.edits import insert_ops, move_events, remove_event
 from coop_plan.planner.search.compute.event_list import event_at, length, position_of
 from coop_plan.planner.search.compute.liveness import is_live_at, next_read
-from coop_plan.planner.search.compute.params import MOVE_CHANCE
 from coop_plan.planner.search.compute.sequence import NONE, SearchState
-
-MAX_DRAWS = 50
-"""Most random draws of an event until one is (or is not) a first run, as the move requires."""
-
-MAX_MOVE = 60.0
-"""Longest distance of a move, in events; distances are log-uniform."""
-
-USUAL_CHANCE = 0.7
-"""Probability of the usual rate at which inputs are recomputed; otherwise the rare rate applies."""
 
 
 @inner
@@ -36,16 +26,14 @@ def propose(a: Program, s: SearchState) -> bool:
     kind, begin = np.random.random(), np.random.randint(size)
     if kind < p.recompute_chance + p.prefetch_chance:
         return _serve_input(a, s, begin, kind >= p.recompute_chance)
-    for _ in range(MAX_DRAWS):
-        if not _is_first_run(s, begin):
-            break
-        begin = np.random.randint(size)
     if _is_first_run(s, begin):
+        begin = _draw_event(s, False)
+    if begin == NONE:
         return False
     kind -= p.recompute_chance + p.prefetch_chance
     if kind < p.convert_chance:
         return _convert(a, s, begin)
-    if kind < p.convert_chance + MOVE_CHANCE:
+    if kind < p.convert_chance + 0.2:
         return _move_group(a, s, begin)
     return _remove_group(a, s, begin)
 
@@ -53,6 +41,22 @@ def propose(a: Program, s: SearchState) -> bool:
 @inlined
 def _is_first_run(s: SearchState, at: int) -> bool:
     return s.event[event_at(s, at)].is_first_run
+
+
+@inlined
+def _draw_event(s: SearchState, first_run: bool) -> int:
+    """Draw an event that is the first run of its op, or one that is not; NONE if 50 draws fail."""
+    for _ in range(50 if length(s) > 0 else 0):
+        at = np.random.randint(length(s))
+        if _is_first_run(s, at) == first_run:
+            return at
+    return NONE
+
+
+@inlined
+def _draw_distance() -> int:
+    """Draw the distance of a move, in events: log-uniform."""
+    return int(60.0 ** np.random.random())
 
 
 @inner
@@ -101,7 +105,7 @@ def _move_group(a: Program, s: SearchState, begin: int) -> bool:
     """Move a group of recomputes and markers by a log-uniform distance."""
     is_group = np.random.random() < 0.6  # else a single event
     end = _group_end(s, begin, 0.8 if is_group else 0.0)
-    distance = int(MAX_MOVE ** np.random.random())
+    distance = _draw_distance()
     to = begin + (distance if np.random.random() < 0.5 else -distance)
     if to < 0 or to > length(s) - (end - begin):
         return False
@@ -121,19 +125,15 @@ def _move_group(a: Program, s: SearchState, begin: int) -> bool:
 @inner
 def move_first_run(a: Program, s: SearchState) -> bool:
     """Move a random first run within its dependencies; False if it cannot move."""
-    begin = NONE
-    for _ in range(MAX_DRAWS if length(s) > 0 else 0):
-        begin = np.random.randint(length(s))
-        if _is_first_run(s, begin):
-            break
-    if begin == NONE or not _is_first_run(s, begin):
+    begin = _draw_event(s, True)
+    if begin == NONE:
         return False
     low, high = _dependency_bounds(s, begin)
     later = np.random.random() < 0.5
     if np.random.random() < 0.3:  # as far as its dependencies allow
         to = high if later else low
     else:
-        distance = int(MAX_MOVE ** np.random.random())
+        distance = _draw_distance()
         to = min(high, begin + distance) if later else max(low, begin - distance)
     at = _reachable(s, begin, to)
     return at != begin and move_events(a, s, begin, begin + 1, at)
@@ -204,7 +204,7 @@ def _group_end(s: SearchState, begin: int, more_chance: float) -> int:
 @inlined
 def draw_evicted_chance() -> float:
     """Draw the probability with which evicted inputs of a recompute are recomputed, too."""
-    return 0.9 if np.random.random() < USUAL_CHANCE else 0.5
+    return 0.9 if np.random.random() < 0.7 else 0.5
 
 
 @inlined
@@ -222,7 +222,7 @@ def insert_recompute(a: Program, s: SearchState, op: int, at: int, evicted_chanc
     `evicted_chance`; else their lifetimes are extended.
     """
     # Rarely inputs are recomputed although they are live.
-    live_chance = 0.0 if np.random.random() < USUAL_CHANCE else 0.3
+    live_chance = 0.0 if np.random.random() < 0.7 else 0.3
     s.pending[0] = op
     count, i = 1, 0
     # Breadth-first over the inputs of all pending ops; a marker has none.

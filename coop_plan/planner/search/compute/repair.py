@@ -9,9 +9,6 @@ from coop_plan.planner.search.compute.liveness import is_live_at, next_read
 from coop_plan.planner.search.compute.moves import draw_evicted_chance, insert_recompute
 from coop_plan.planner.search.compute.sequence import MIN_COST_US, NONE, Block, SearchState, Tensor
 
-REPAIR_CHANCE = 0.3
-"""Probability of repairing a candidate above the capacity that would be accepted as it is."""
-
 
 @inner
 def repair(a: Program, s: SearchState) -> bool:

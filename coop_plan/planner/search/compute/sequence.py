@@ -7,7 +7,6 @@ first run in program order.
 """
 
 import math
-from dataclasses import asdict
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ import numpy.typing as npt
 from coop_plan.planner.core.arrays import Flags, Ints, Program, to_arrays, to_program
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.records import Int32, Record, Table, record, table
-from coop_plan.planner.search.compute.params import MoveParams, MoveValues
+from coop_plan.planner.search.compute.params import MoveParams
 
 Int32s = npt.NDArray[np.int32]
 Int32Table = Annotated[Int32s, 2]
@@ -161,7 +160,7 @@ class SearchState(NamedTuple):
     dead-code elimination; `changed` blocks. `pending` is the buffer of ops to insert.
     """
 
-    params: MoveParams  # as `MoveValues`
+    params: MoveParams
     op: Table[Op]
     tensor: Table[Tensor]
     event: Table[Event]
@@ -217,7 +216,7 @@ def allocate(
     lists = ("free", "added", "removed", "moved", "stale", "queued", "changed")
     entries = max(max_events + 2, tensors + 1)  # of a list
     state = SearchState(
-        MoveValues(**asdict(params)),
+        params,
         op=table(Op, ops),
         tensor=table(Tensor, tensors),
         event=table(Event, max_events + 1),
