@@ -18,23 +18,22 @@ PLACEMENT = tuple(
     for name in ("canonical", "first_fit", "instance", "restarts", "skyline", "windows")
 )
 LAYOUT = ("core.inplace", "core.lifetimes", *PLACEMENT)
+ONLINE = (*LAYOUT, "online.simulator")
+OFFLINE = (*ONLINE, "heuristic.eviction", "search.compute.metropolis")
 TRANSFERS = "search.makespan.metropolis"
-
-ALL = (
-    *(*LAYOUT, "online.simulator"),
-    *("heuristic.eviction", "search.compute.metropolis"),
-    *("exact.model.separation", TRANSFERS),
-)
+EXACT = "exact.model.separation"
 
 MODULES = {
-    **dict.fromkeys(("coop", "dtr", "dte", "delta", "swap-only"), ALL[:-4]),
-    **dict.fromkeys(("coop-offline", "checkmate", "monet"), ALL[:-2]),
-    **dict.fromkeys(("optimal", "auto"), ALL[:-1]),
+    **dict.fromkeys(("coop", "dtr", "dte", "delta", "swap-only"), ONLINE),
+    **dict.fromkeys(("coop-offline", "checkmate", "monet"), OFFLINE),
+    **dict.fromkeys(("optimal", "auto"), (*OFFLINE, EXACT)),
 }
 """By method, the modules in `planner` with the kernels that it calls, without a link.
 
 Other methods call those of layouts alone.
 """
+
+ALL = (*OFFLINE, TRANSFERS, EXACT)
 
 Report = Callable[[Progress], None]
 """Called before each kernel is compiled."""

@@ -70,7 +70,7 @@ class _OptimalSolve:
         self._offer_heuristic()
         if self.incumbent.solution is None:
             now = time.monotonic()
-            self.deadline = now + (self.deadline - now) * 0.25
+            self.deadline = min(self.deadline, now + (self.deadline - now) * 0.25)
 
     def _offer_heuristic(self) -> None:
         with contextlib.suppress(DoesNotFitError, TimeLimitError):

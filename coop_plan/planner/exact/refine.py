@@ -89,35 +89,33 @@ class Refinement:
                 self.points = sorted([*self.points, error.position])
 
     def _solve(self, model: TimePointModel) -> Answer:
-        now = time.monotonic()
-        remaining = self.deadline - now
         params = self.params
         # Shares of the time left for path cuts, the solve after them, and neighbourhoods.
         cuts, solve, lns = (0.25, 0.9, 0.5) if self.final else (0.12, 0.12, 0.05)
         if not (self.hard and self.large_overflow):
-            easy = now + max(remaining * params.easy_share, params.easy_seconds)
-            answer = self._attempt(model, min(self.deadline, easy))
+            easy = self._until(params.easy_share, params.easy_seconds)
+            answer = self._attempt(model, easy)
             self.hard = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
             coarse = len(self.points) <= self.program.n
             if (self.hard or coarse) and self._yields_to_bounding():
                 return Answer(Outcome.UNKNOWN, -inf, inf, None)
         if self.hard:
-            bound = self.paths.strengthen(self.process.relax, model, now + remaining * cuts)
+            bound = self.paths.strengthen(self.process.relax, model, self._until(cuts))
             self._prove(model.bound_us(bound))
-            now = time.monotonic()
-            remaining = self.deadline - now
-            until = now + max(remaining * solve, min(5.0, remaining))  # at least 5 s
-            answer = self._attempt(model, until)
+            answer = self._attempt(model, self._until(solve, 5.0))
         if answer.outcome is Outcome.INFEASIBLE:
             self.infeasible = self.proves
             if self.proves and self.incumbent.solution is not None:
                 self.incumbent.discard_bounds("a solver calls a feasible model infeasible")
         self.timed_out = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
         if self.timed_out and answer.values is not None:
-            now = time.monotonic()
-            until = now + (self.deadline - now) * lns
-            answer = improve_by_lns(self.process, model, answer, until)
+            answer = improve_by_lns(self.process, model, answer, self._until(lns))
         return answer
+
+    def _until(self, share: float, least: float = 0.0) -> float:
+        """The end of a share of the time left, or of `least` seconds; never after the deadline."""
+        now = time.monotonic()
+        return min(self.deadline, now + max((self.deadline - now) * share, least))
 
     def _yields_to_bounding(self) -> bool:
         """Start the bounding process if there are transfers and a gap; True if the round ends.
@@ -132,8 +130,7 @@ class Refinement:
             return False
         bounding.begin(self.program, self.capacity, set(self.points[:-1]))
         if usable_cpus() == 1:
-            now = time.monotonic()
-            until = now + (self.deadline - now) * 0.3  # of the time left
+            until = self._until(0.3)
             while bounding.running and time.monotonic() < until:
                 self._prove(bounding.proved(until))
             bounding.kill()
