@@ -57,9 +57,7 @@ def check_independent(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
         )
 
 
-def _after_steps(
-    optimizer: Optimizer, given: Mapping[str, Any], one_by_one: bool
-) -> list[Any]:
+def _after_steps(optimizer: Optimizer, given: Mapping[str, Any], one_by_one: bool) -> list[Any]:
     """Parameters, states, options and attributes after some steps."""
     part: Any = object.__new__(type(optimizer))
     own = {k: v for k, v in vars(optimizer).items() if k not in ("step", "state", "param_groups")}
