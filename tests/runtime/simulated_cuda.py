@@ -26,7 +26,7 @@ def library():
     from coop_plan.runtime.device import build
 
     header = Path(build.__file__).with_name("fake_cuda_device.h")
-    return build.compiled(SOURCE, "pretend_cuda", [header], link=("c10", "torch_cpu"))
+    return build.compiled(SOURCE, "pretend_cuda", [header])
 
 
 def load(path):

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import mmap
 
 import pytest
 import safetensors.torch
@@ -307,6 +308,40 @@ def test_what_is_read_from_a_file_has_a_home(reader, tmp_path):
         report = pair.run(1, 2)
         assert len(report.plan.homes) == 2 + 2 * 2 * 5
         read = READERS["load" if reader == "safetensors" else reader](states)
+
+
+def shared_map(numbers, folder):
+    path = folder / str(len([*folder.iterdir()]))
+    torch.save(numbers, path)
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        return torch.load(path, mmap=True)
+
+
+def slices(numbers, _):
+    return {name: slice_of(value) for name, value in numbers.items()}
+
+
+def slice_of(value):
+    """The value in a part of a storage, which is part of another one."""
+    whole = torch.zeros(value.nbytes + 128, dtype=torch.uint8).untyped_storage()
+    part = whole[64:][: value.nbytes]
+    return torch.empty(0).set_(part, 0, value.shape, value.stride()).copy_(value)
+
+
+@pytest.mark.parametrize("kept", [shared_map, slices])
+def test_memory_that_others_have_stays(kept, tmp_path):
+    """Memory of a file that is mapped to be written, and parts of memory that is not a file's."""
+
+    def model():
+        made = Mlp()
+        numbers = {name: value.clone() for name, value in made.state_dict().items()}
+        made.load_state_dict(kept(numbers, tmp_path), assign=True)
+        return made
+
+    pair = Pair(model, "momentum", "min")
+    places = [parameter.data_ptr() for parameter in pair.ours.parameters()]
+    pair.run(0, 2)
+    assert [parameter.data_ptr() for parameter in pair.ours.parameters()] == places
 
 
 def test_a_parameter_may_have_other_memory_between_iterations():

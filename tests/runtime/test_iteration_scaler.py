@@ -21,7 +21,31 @@ from tests.runtime.iterating import (
     runs_on_host,
 )
 
+
+class Reader(torch.optim.Optimizer):
+    """An optimizer of another author, which reads GradScaler's attributes."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if self.found_inf:
+            return
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                scale = 1.0 if self.grad_scale is None else self.grad_scale
+                state = self.state[parameter]
+                state.setdefault("mean", torch.zeros_like(parameter)).lerp_(
+                    parameter.grad / scale, 0.1
+                )
+                parameter.sub_(state["mean"], alpha=0.05)
+
+
 AWARE = {
+    "reader": Reader,
     "sgd-fused": lambda p: torch.optim.SGD(p, 0.05, fused=True),
     "adam-fused": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True, fused=True),
     "adagrad-fused": lambda p: torch.optim.Adagrad(p, 1e-2, fused=True),

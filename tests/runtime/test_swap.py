@@ -111,7 +111,7 @@ def test_copies_take_as_long_as_the_link_says():
     for away in (True, False):
         spans = [span for span in report.copies if span.away is away]
         for span in spans:
-            assert span.end_us - span.begin_us >= span.bytes / 200e6 * 1e6
+            assert span.end_us - span.begin_us >= span.bytes / 200e6 * 1e6 - 1e-3
         for one, following in itertools.pairwise(spans):
             assert following.begin_us >= one.begin_us + one.bytes / 200e6 * 1e6 - 1e-3
     stalls = report.measured_offload_stall_us + report.measured_prefetch_stall_us
@@ -210,6 +210,28 @@ def test_an_interrupt_while_a_copy_is_waited_for_leaves_nothing_behind():
         assert torch.equal(one.grad, another.grad)
     gc.collect()
     assert process_bytes()[0] <= live
+
+
+@pytest.mark.parametrize("size", [1 << 10, 1 << 20])
+def test_a_wait_is_interrupted_before_the_copy_ends(size):
+    """Also for a copy that is carried out at once, and ends when its link allows it."""
+    interrupted = []
+
+    def interrupt(*_):
+        interrupted.append(time.monotonic() * 1e6)
+        raise KeyboardInterrupt
+
+    engines = CpuCopyEngines()
+    slab, source = engines.reserve(size), torch.zeros(size, dtype=torch.uint8)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        copied = engines.copy(TO_HOST, [source.untyped_storage()], slab, 0, 1e6)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(KeyboardInterrupt):
+            engines.wait(copied)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted[0] < engines.wait(copied).end_us
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -15,6 +15,7 @@
 
 #include <pthread.h>
 
+#include <ATen/MapAllocator.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
@@ -296,6 +297,21 @@ PyObject* exchange_memory(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+struct Map : at::MapAllocator {
+  using at::MapAllocator::flags_;
+};
+
+// True if a storage is a slice of a file that this process alone has mapped, or of such a slice.
+// `slice` is the deleter of slices, whose context is the storage that they are of.
+bool is_of_private_map(const c10::StorageImpl* one, c10::DeleterFnPtr slice) {
+  if (one->data_ptr().get_deleter() != slice) return false;
+  while (one->data_ptr().get_deleter() == slice) {
+    one = static_cast<const c10::StorageImpl*>(one->data_ptr().get_context());
+  }
+  const auto* map = at::MapAllocator::fromDataPtr(one->data_ptr());
+  return map != nullptr && (map->*&Map::flags_ & at::ALLOCATOR_MAPPED_SHARED) == 0;
+}
+
 // Lets a storage tell from now on whether a numpy array was made of it, if its memory was read from
 // a file (the allocator's, without its mark) or is a slice of a mapped one, freed like `like`'s, and
 // one tensor alone has it. Returns true if so.
@@ -304,7 +320,7 @@ PyObject* take_over(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "OO", &storage, &like)) return nullptr;
   auto* one = as<c10::StorageImpl>(storage);
   const auto deleter = one->data_ptr().get_deleter();
-  const bool sliced = deleter == as<c10::StorageImpl>(like)->data_ptr().get_deleter();
+  const bool sliced = is_of_private_map(one, as<c10::StorageImpl>(like)->data_ptr().get_deleter());
   const bool read = one->allocator() == nullptr &&
                     (deleter == release || deleter == original->raw_deleter());
   const bool found = (sliced || read) && c10::raw::intrusive_ptr::use_count(one) == 2;  // and Python's

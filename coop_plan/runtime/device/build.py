@@ -74,7 +74,10 @@ def copy_engines() -> ModuleType:
 
 
 def _load(
-    source: Path, name: str, headers: Sequence[Path] = (), link: Sequence[str] = ("c10",)
+    source: Path,
+    name: str,
+    headers: Sequence[Path] = (),
+    link: Sequence[str] = ("c10", "torch_cpu"),
 ) -> ModuleType:
     import torch  # noqa: F401  # which loads the libraries that the module links
 
@@ -87,7 +90,10 @@ def _load(
 
 
 def compiled(
-    source: Path, name: str, headers: Sequence[Path] = (), link: Sequence[str] = ("c10",)
+    source: Path,
+    name: str,
+    headers: Sequence[Path] = (),
+    link: Sequence[str] = ("c10", "torch_cpu"),
 ) -> Path:
     """The library `name` of `source`, from the cache or compiled into it.
 

@@ -99,11 +99,12 @@ class CopyEngine {
 
   // True if the copy finished within the time.
   bool wait(const Copy& copy, std::chrono::milliseconds time) {
+    const Clock::time_point until = Clock::now() + time;
     std::unique_lock<std::mutex> lock(mutex_);
-    if (!over_.wait_for(lock, time, [&] { return copy.over; })) return false;
+    if (!over_.wait_until(lock, until, [&] { return copy.over; })) return false;
     lock.unlock();
-    std::this_thread::sleep_until(copy.end);
-    return true;
+    std::this_thread::sleep_until(std::min(copy.end, until));
+    return copy.end <= until;
   }
 
   // One thread more waits for the copy.

@@ -167,9 +167,7 @@ def preload_libraries(spec: DeviceSpec) -> list[Path]:
             " for CUDA: install torch from https://download.pytorch.org/whl/cpu with coop-plan"
             " in an environment of its own, or capture without --device on the device itself"
         )
-    fake_device = build.compiled(
-        SOURCE, "no_device", [SOURCE.with_suffix(".h")], link=("c10", "torch_cpu")
-    )
+    fake_device = build.compiled(SOURCE, "no_device", [SOURCE.with_suffix(".h")])
     return [folder / "libc10.so", folder / "libtorch_cpu.so", fake_device]
 
 

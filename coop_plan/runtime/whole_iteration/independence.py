@@ -5,7 +5,7 @@ does so on copies of the optimizer's groups and attributes, and compares all tha
 """
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ def independence_key(optimizer: Optimizer) -> Hashable:
     )
 
 
-def check_independent(optimizer: Optimizer) -> None:
-    """Check that the optimizer's step equals its updates one by one.
+def check_independent(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
+    """Check that the optimizer's step, with attributes `given`, equals its updates one by one.
 
     Raises:
         RuntimeRefusalError: it does not, or the optimizer wraps another.
@@ -42,7 +42,7 @@ def check_independent(optimizer: Optimizer) -> None:
             " wrapped optimizer, or use train_step"
         )
     try:
-        same = _equal(_after_steps(optimizer, False), _after_steps(optimizer, True))
+        same = _equal(*(_after_steps(optimizer, given, alone) for alone in (False, True)))
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         reason = "".join(str(error).strip().splitlines()[:1])
         raise RuntimeRefusalError(
@@ -57,11 +57,11 @@ def check_independent(optimizer: Optimizer) -> None:
         )
 
 
-def _after_steps(optimizer: Optimizer, one_by_one: bool) -> list[Any]:
+def _after_steps(optimizer: Optimizer, given: Mapping[str, Any], one_by_one: bool) -> list[Any]:
     """Parameters, states, options and attributes after some steps."""
     part: Any = object.__new__(type(optimizer))
     own = {k: v for k, v in vars(optimizer).items() if k not in ("step", "state", "param_groups")}
-    part.__dict__.update(_copied(own))
+    part.__dict__.update(_copied(own), **given)
     part.state = defaultdict(dict)
     part.param_groups = [
         {**_copied(_options(group)), "params": _parameters(group, number)}

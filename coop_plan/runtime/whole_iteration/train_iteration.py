@@ -244,7 +244,8 @@ class TrainIteration:
         for optimizer in self._optimizers:
             kind = independence_key(optimizer)
             if kind not in self._checked:
-                check_independent(optimizer)
+                scaling = self._scaling
+                check_independent(optimizer, {} if scaling is None else scaling.example(optimizer))
                 self._checked.add(kind)
         trained = sum(map(is_tangent, traced.joint.graph.nodes))
         if trained < self._batches:
