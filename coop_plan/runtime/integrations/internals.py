@@ -15,7 +15,7 @@ def accumulates(trainer: Any) -> bool:
 
 
 def zero_grad_of(loop: Any, batch_index: int, optimizer: Any) -> Callable[[], None] | None:
-    """Zeroes the gradients before a micro-batch, in Lightning's automatic optimization."""
+    """The function that zeroes gradients before a micro-batch, if Lightning would do so there."""
     made: Callable[[], None] | None = loop._make_zero_grad_fn(batch_index, optimizer)
     return made
 

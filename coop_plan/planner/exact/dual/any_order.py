@@ -2,14 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
 
+from coop_plan.planner.exact.dual.milp_bounds import report_bounds
 from coop_plan.planner.exact.model.any_order import AnyOrderModel
-from coop_plan.planner.exact.model.milp import Answer, Outcome
 from coop_plan.planner.exact.model.point_selection import Ancestry, Chains
 from coop_plan.planner.exact.model.program import Program
-from coop_plan.planner.exact.solver.jobs import SolveMilp, SolveProgress
-from coop_plan.planner.exact.solver.milp_solvers import solve_milp
 
 
 @dataclass
@@ -33,13 +30,6 @@ class AnyOrderBounding:
             found = chains.points(count)
             if found != points:
                 points = found
-                self._solve(AnyOrderModel(ancestry, self.capacity, points))
+                model = AnyOrderModel(ancestry, self.capacity, points)
+                report_bounds(model.milp, model.bound_us, self.report)
             count *= 2
-
-    def _solve(self, model: AnyOrderModel) -> None:
-        def report(progress: SolveProgress | Answer) -> None:
-            self.report(model.bound_us(progress.bound))
-
-        answer = solve_milp(SolveMilp(model.milp), inf, report)
-        if answer.outcome is not Outcome.INFEASIBLE:
-            report(answer)

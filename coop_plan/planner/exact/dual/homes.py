@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from math import inf
 
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.exact.dual.milp_bounds import report_bounds
 from coop_plan.planner.exact.model.homes import HomesModel, Order
-from coop_plan.planner.exact.model.milp import Answer, Outcome
 from coop_plan.planner.exact.solver import simplex
-from coop_plan.planner.exact.solver.jobs import RelaxMilp, SolveMilp, SolveProgress
-from coop_plan.planner.exact.solver.milp_solvers import solve_milp
+from coop_plan.planner.exact.solver.jobs import RelaxMilp
 
 
 @dataclass
@@ -33,13 +32,5 @@ class HomesBounding:
             relaxed = simplex.relax(RelaxMilp(model.milp, 0.0), inf)
             self.report(model.bound_us(relaxed.bound))
             if count == most:
-                return self._solve_integral(model)
+                return report_bounds(model.milp, model.bound_us, self.report)
             count = min(2 * count, most)
-
-    def _solve_integral(self, model: HomesModel) -> None:
-        def report(progress: SolveProgress | Answer) -> None:
-            self.report(model.bound_us(progress.bound))
-
-        answer = solve_milp(SolveMilp(model.milp), inf, report)
-        if answer.outcome is not Outcome.INFEASIBLE:
-            report(answer)
