@@ -154,3 +154,13 @@ def compared(optimizer, budget, count, clip_norm, *, steps=3, depth=3, model=Net
 def step_of(model, optimizer, budget="80%", **options):
     given = {"method": "coop"} | options
     return coop_plan.train_iteration(loss_of(model), optimizer, budget, **given)
+
+
+def assert_within_budget(steps):
+    """So many iterations were run as planned ones, each within its budget."""
+    reports = coop_plan.reports()
+    assert sum(report.steps_run for report in reports) == steps
+    for report in reports:
+        assert {op.phase for op in report.graph.ops} == {"forward", "backward", "optimizer"}
+        assert report.outside_bytes == 0
+        assert report.measured_peak_bytes <= report.budget_bytes

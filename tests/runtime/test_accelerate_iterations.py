@@ -4,9 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-import coop_plan
 from coop_plan import runtime
-from tests.runtime.iterating import OPTIMIZERS, WIDTH, Net, equal, state_of
+from tests.runtime.iterating import (
+    OPTIMIZERS,
+    WIDTH,
+    Net,
+    assert_within_budget,
+    equal,
+    state_of,
+)
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -88,15 +94,6 @@ def assert_same(eager, ours):
     assert equal(eager.norms, ours.norms)
     assert eager.rates == ours.rates
     assert equal(eager.state(), ours.state())
-
-
-def assert_within_budget(steps):
-    reports = coop_plan.reports()
-    assert sum(report.steps_run for report in reports) == steps
-    for report in reports:
-        assert {op.phase for op in report.graph.ops} == {"forward", "backward", "optimizer"}
-        assert report.outside_bytes == 0
-        assert report.measured_peak_bytes <= report.budget_bytes
 
 
 CASES = [

@@ -14,6 +14,7 @@ import torch
 import coop_plan
 from coop_plan import runtime
 from coop_plan.environment import VARIABLE
+from tests.runtime.iterating import assert_within_budget
 
 ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ("trainer", "accelerate", "lightning", "peft")
@@ -65,12 +66,7 @@ def test_a_framework_runs_whole_iterations_within_half_of_the_peak(name, monkeyp
     pytest.importorskip(name)
     monkeypatch.chdir(tmp_path)
     found = run(name, "iterations_with")
-    reports = coop_plan.reports()
-    assert sum(report.steps_run for report in reports) == 3
-    for report in reports:
-        assert {op.phase for op in report.graph.ops} == {"forward", "backward", "optimizer"}
-        assert report.outside_bytes == 0
-        assert report.measured_peak_bytes <= report.budget_bytes
+    assert_within_budget(3)
 
     integration = __import__(f"coop_plan.runtime.integrations.{name}", fromlist=["coop"])
     if name == "lightning":

@@ -11,7 +11,7 @@ from torch import nn
 
 import coop_plan
 from coop_plan import runtime
-from tests.runtime.iterating import OPTIMIZERS, WIDTH, Net
+from tests.runtime.iterating import OPTIMIZERS, WIDTH, Net, assert_within_budget
 
 lightning = pytest.importorskip("lightning")
 
@@ -127,15 +127,6 @@ def assert_equal_fits(eager, ours, folder):
     for state in states:
         state.pop("callbacks")  # paths of checkpoints
     assert_same(*states)
-
-
-def assert_within_budget(steps):
-    reports = coop_plan.reports()
-    assert sum(report.steps_run for report in reports) == steps
-    for report in reports:
-        assert {op.phase for op in report.graph.ops} == {"forward", "backward", "optimizer"}
-        assert report.outside_bytes == 0
-        assert report.measured_peak_bytes <= report.budget_bytes
 
 
 CASES = [
