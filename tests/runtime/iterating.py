@@ -164,3 +164,10 @@ def assert_within_budget(steps):
         assert {op.phase for op in report.graph.ops} == {"forward", "backward", "optimizer"}
         assert report.outside_bytes == 0
         assert report.measured_peak_bytes <= report.budget_bytes
+
+
+def in_float16(accelerator, init_scale):
+    """Have an Accelerator train in float16 on the CPU, which it refuses by its arguments."""
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
+    accelerator.state._mixed_precision = "fp16"
+    accelerator.native_amp = True

@@ -11,6 +11,7 @@ from tests.runtime.iterating import (
     Net,
     assert_within_budget,
     equal,
+    in_float16,
     state_of,
 )
 
@@ -32,8 +33,10 @@ def _new_state():
 class Loop:
     """A loop's parts: prepared model, optimizer, batches and schedule."""
 
-    def __init__(self, optimizer="adamw", **arguments):
+    def __init__(self, optimizer="adamw", *, init_scale=None, **arguments):
         self.accelerator = accelerate.Accelerator(cpu=True, **arguments)
+        if init_scale is not None:
+            in_float16(self.accelerator, init_scale)
         model = Net(2)
         made = OPTIMIZERS[optimizer](model.parameters())
         schedule = torch.optim.lr_scheduler.ExponentialLR(made, 0.7)
@@ -67,7 +70,7 @@ class Loop:
                     self.optimizer.step()
                     self.schedule.step()
                     self.optimizer.zero_grad()
-                    self.rates += self.schedule.get_last_lr()
+                    self.note()
 
     def planned(self, clip_norm, budget="60%", **options):
         from coop_plan.runtime.integrations.accelerate import plan_iterations
@@ -86,12 +89,19 @@ class Loop:
                     if losses and iteration.grad_norm is not None:
                         self.norms.append(iteration.grad_norm)
                     self.schedule.step()
-                    self.rates += self.schedule.get_last_lr()
+                    self.note()
+
+    def note(self):
+        """Note what skipped steps change."""
+        scaler = self.accelerator.scaler
+        self.rates += self.schedule.get_last_lr()
+        self.rates.append(getattr(self.optimizer, "step_was_skipped", False))
+        self.rates += [] if scaler is None else scaler.state_dict().values()
 
 
 def assert_same(eager, ours):
     assert equal(eager.losses, ours.losses)
-    assert equal(eager.norms, ours.norms)
+    assert equal(*([norm.nan_to_num(-1.0) for norm in one.norms] for one in (eager, ours)))
     assert eager.rates == ours.rates
     assert equal(eager.state(), ours.state())
 
@@ -101,6 +111,10 @@ CASES = [
     ({"gradient_accumulation_steps": 3, "optimizer": "momentum"}, 0.05),
     ({"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}, 0.5),
     ({"optimizer": "adafactor", "mixed_precision": "bf16"}, None),
+    ({"init_scale": 2.0**22}, None),
+    ({"gradient_accumulation_steps": 2, "init_scale": 2.0**22, "optimizer": "momentum"}, 0.5),
+    ({"gradient_accumulation_steps": 3, "init_scale": 2.0**8, "optimizer": "adamw-fused"}, None),
+    ({"init_scale": 2.0**22, "optimizer": "adamw-fused"}, 0.5),
 ]
 
 
@@ -111,7 +125,7 @@ def test_a_loop_has_its_numbers(arguments, clip_norm):
     torch.manual_seed(2)
     eager.train_in_eager(clip_norm)
     torch.manual_seed(2)
-    ours.train(ours.planned(clip_norm))
+    ours.train(ours.planned(clip_norm, "min" if "init_scale" in arguments else "60%"))
     assert len(ours.losses) == 14
     assert_same(eager, ours)
     assert_within_budget(2 * -(-7 // arguments.get("gradient_accumulation_steps", 1)))
@@ -176,9 +190,9 @@ def extra_parameter(loop):
     loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
-def half(loop):
-    """As on a device with float16, which Accelerate refuses on the CPU."""
-    loop.accelerator.scaler = torch.amp.GradScaler("cpu")
+def unprepared(loop):
+    in_float16(loop.accelerator, 2.0**8)
+    loop.optimizer = loop.optimizer.optimizer
 
 
 def processes(loop):
@@ -193,7 +207,7 @@ def compiles(loop):
     ("change", "reason"),
     [
         (extra_parameter, "no prepared model has"),
-        (half, "mixed_precision=fp16"),
+        (unprepared, "mixed_precision=fp16 scales the loss, and this optimizer"),
         (processes, "more than one device"),
         (compiles, "dynamo_plugin"),
     ],

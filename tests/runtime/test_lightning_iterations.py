@@ -149,6 +149,27 @@ def test_a_trainer_has_its_numbers(arguments, module, tmp_path):
     assert_within_budget(2 * -(-7 // arguments.get("accumulate_grad_batches", 1)))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "optimizer"),
+    [
+        ({}, "adamw"),
+        ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}, "momentum"),
+        ({"accumulate_grad_batches": 3}, "adamw-fused"),
+    ],
+)
+def test_a_trainer_in_float16_has_its_numbers(arguments, optimizer, tmp_path):
+    """With steps that its scaler leaves out; the scaler's state is in checkpoints."""
+    fits = []
+    for callbacks in ([], [planned()]):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=2)
+        half = lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler)
+        trainer = trainer_of(tmp_path, *callbacks, plugins=half, **arguments)
+        fits.append(fit(trainer, Module(optimizer)))
+    assert_equal_fits(*fits, tmp_path)
+    assert scaler.get_scale() < 2.0**22
+    assert_within_budget(2 * -(-7 // arguments.get("accumulate_grad_batches", 1)))
+
+
 def test_a_trainer_saves_and_resumes(tmp_path):
     """From eager to planned and back, with a checkpoint in the middle of an epoch."""
     arguments = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
@@ -306,9 +327,6 @@ class Sees(Module):
         pass
 
 
-HALF = lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-
-
 class Clips(Module):
     def configure_gradient_clipping(self, *args, **kwargs):
         pass
@@ -325,7 +343,6 @@ class Clips(Module):
         ({}, Module, [Averages()], "Averages.on_before_zero_grad"),
         ({}, Module, [lightning.pytorch.callbacks.StochasticWeightAveraging(0.1)], "Stochastic"),
         ({"gradient_clip_val": 1, "gradient_clip_algorithm": "value"}, Module, [], '"value"'),
-        ({"plugins": HALF}, Module, [], "precision=16-mixed"),
     ],
 )
 def test_what_a_trainer_cannot_have_is_refused(arguments, kind, callbacks, reason, tmp_path):

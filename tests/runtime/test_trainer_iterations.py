@@ -5,7 +5,7 @@ import torch
 
 import coop_plan
 from coop_plan import runtime
-from tests.runtime.iterating import assert_within_budget
+from tests.runtime.iterating import assert_within_budget, in_float16
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -79,6 +79,25 @@ def test_a_trainer_has_its_numbers(arguments, tmp_path):
     for trainer in (eager, ours):
         train(trainer)
     assert_same(eager, ours)
+    assert_within_budget(4)
+
+
+@pytest.mark.parametrize("arguments", [{"optim": "adamw_torch"}, CASES[1]])
+def test_a_trainer_in_float16_has_its_numbers(arguments, tmp_path):
+    """With steps that its scaler leaves out; the scaler's state is in checkpoints."""
+    arguments = {"save_strategy": "steps", "save_steps": 4} | arguments
+    eager = trainer_of(tmp_path / "eager", **arguments)
+    ours = planned(trainer_of(tmp_path / "ours", **arguments), "min")
+    for trainer in (eager, ours):
+        in_float16(trainer.accelerator, 2.0**19)
+        train(trainer)
+    (tensors, logs), (others, other_logs) = numbers(eager), numbers(ours)
+    assert all(map(torch.equal, tensors, others))
+    assert repr(logs) == repr(other_logs)  # with norms that are nan
+    names = [tmp_path / one / "checkpoint-4" / "scaler.pt" for one in ("eager", "ours")]
+    states = [*map(torch.load, names)]
+    assert states[0] == states[1]
+    assert "inf" in repr(logs)
     assert_within_budget(4)
 
 

@@ -78,8 +78,6 @@ def plan_iterations(
             not go with it.
     """
     given = coop(budget, options)["options"]
-    if isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
     parameters = [p for model in prepared_models(accelerator) for p in model.parameters()]
     updated = {p for group in optimizer.param_groups for p in group["params"]}
     refuse(
@@ -89,8 +87,9 @@ def plan_iterations(
             "dynamo_plugin compiles the model a second time: leave it out": (
                 accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
             ),
-            "mixed_precision=fp16 scales the loss, and skips steps: use bf16": (
-                accelerator.scaler is not None
+            "mixed_precision=fp16 scales the loss, and this optimizer does not unscale gradients:"
+            " pass it to accelerator.prepare": (
+                accelerator.scaler is not None and not isinstance(optimizer, AcceleratedOptimizer)
             ),
             f"{accelerator.distributed_type} is more than one device: use budget_plugin": (
                 accelerator.distributed_type != DistributedType.NO
@@ -112,7 +111,7 @@ class PlannedIterations:
         clip_norm: float | None,
         options: dict[str, Any],
     ) -> None:
-        self._accelerator = accelerator
+        self._accelerator, self._optimizer = accelerator, optimizer
         self._waiting = WaitingBatches()
         self._losses: list[torch.Tensor] = []
 
@@ -122,7 +121,10 @@ class PlannedIterations:
             self._losses.append(loss.detach())
             return loss / count
 
-        self._iteration = train_iteration(loss_of, optimizer, clip_norm=clip_norm, **options)
+        updated = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+        options = {**options, "clip_norm": clip_norm, "scaler": accelerator.scaler}
+        self._iteration = train_iteration(loss_of, updated, **options)
+        self._iteration.serve_loop()
         self._iteration.sum_norm_in_order_of(parameters)
 
     @property
@@ -143,4 +145,5 @@ class PlannedIterations:
             return []
         self._losses.clear()
         self._iteration(*self._waiting.take())
+        self._optimizer.step()
         return [*self._losses]

@@ -156,10 +156,14 @@ class IterationBudget(Callback):
             return {}
 
         (optimizer,) = trainer.optimizers
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        options = {**self._options, "scaler": scaler}
         self._iteration = train_iteration(
-            loss_of, optimizer, clip_norm=trainer.gradient_clip_val or None, **self._options
+            loss_of, optimizer, clip_norm=trainer.gradient_clip_val or None, **options
         )
         self._iteration.serve_loop()
+        if scaler is not None:
+            self._replaced.set(scaler, "unscale_", lambda _: None)  # the iteration did it
         self._replaced.set(loop, "run", run)
         self._replaced.set(strategy, "optimizer_step", optimizer_step)
         self._replaced.set(strategy, "training_step", training_step)
@@ -239,9 +243,6 @@ def _refuse(trainer: Any, module: Any) -> None:
         ),
         'gradient_clip_algorithm="value" is not planned: use "norm"': (
             trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value"
-        ),
-        f"precision={trainer.precision} scales the loss, and skips steps: use bf16-mixed": (
-            getattr(trainer.precision_plugin, "scaler", None) is not None
         ),
         f"{type(trainer.strategy).__name__} is for several devices: use Budget": (
             not isinstance(trainer.strategy, SingleDeviceStrategy)

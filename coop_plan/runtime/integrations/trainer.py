@@ -126,8 +126,9 @@ class _Iterations(TrainerCallback):
             self._given = type(trainer).get_batch_samples(trainer, *given)
             return self._given
 
+        options = {**self._options, "scaler": accelerator.scaler}
         self._iteration = train_iteration(
-            loss_of, optimizer.optimizer, clip_norm=args.max_grad_norm or None, **self._options
+            loss_of, optimizer.optimizer, clip_norm=args.max_grad_norm or None, **options
         )
         self._iteration.serve_loop()
         self._iteration.sum_norm_in_order_of(model.parameters())
@@ -166,7 +167,6 @@ def _refuse(trainer: Trainer) -> None:
         "torch_compile=True and Budget compile the model a second time: leave them out": (
             args.torch_compile or any(isinstance(one, Budget) for one in callbacks)
         ),
-        "fp16=True scales the loss, and skips steps: use bf16=True": accelerator.scaler is not None,
         f"optim={args.optim} updates in the backward: use another": "lomo" in args.optim,
         "the optimizer has a parameter that the model has not, and that would be clipped, too": (
             not {p for group in optimizer.param_groups for p in group["params"]}
