@@ -82,6 +82,9 @@ class _Draft:
                 h2d_bytes_per_s=self.draw(st.sampled_from([4e6, 1e6, 1e7 / 3])),
                 d2h_bytes_per_s=self.draw(st.sampled_from([2e6, 4e6, 1e7 / 3])),
                 copy_latency_us=self.draw(st.sampled_from([0.0, 0.0, 0.75])),
+                kind=self.draw(st.sampled_from(["cpu", "cuda"])),
+                launch_us=self.draw(st.sampled_from([0.0, 0.0, 0.5, 2.0])),
+                copy_launch_us=self.draw(st.sampled_from([0.0, 0.0, 0.25, 3.0])),
             )
             if bandwidth
             else Device(),

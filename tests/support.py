@@ -123,8 +123,15 @@ def measure(graph: Graph, steps: list, outputs: str, homes: Sequence[Home] = ())
     live: dict[int, tuple[int, int]] = {}
     runs: list[int] = []
     ends: dict[int, float] = {}
-    now = up = down = computed = 0.0
+    now = up = down = computed = base = 0.0
     latency = graph.device.copy_latency_us
+    blocks, launched = graph.device.kind == "cpu", [0.0, 0.0]  # in the step, and of every op once
+
+    def launch(us: float, clock: int = 0) -> float:
+        """When what the host launches in this time may begin, at the earliest."""
+        launched[clock] = us + (max(launched[clock], (now, base)[clock]) if blocks else launched[clock])
+        return launched[clock]
+
     arena = peak = swapped = 0
     ends_of_homes = (h.host_offset + size[h.tensor] for h in homes if size[h.tensor])
     host = max(ends_of_homes, default=0)
@@ -149,7 +156,8 @@ def measure(graph: Graph, steps: list, outputs: str, homes: Sequence[Home] = ())
             runs.append(step.op)
             if step.op in ops:
                 variants = {v.name: v.cost_us for v in ops[step.op].variants}
-                now += variants.get(step.variant, ops[step.op].cost_us)
+                cost_us = variants.get(step.variant, ops[step.op].cost_us)
+                now = max(now, launch(graph.device.launch_us) if cost_us else now) + cost_us
         elif isinstance(step, Free):
             for number in step.buffers:
                 live.pop(number, None)
@@ -158,14 +166,20 @@ def measure(graph: Graph, steps: list, outputs: str, homes: Sequence[Home] = ())
             swapped += length
             host = max(host, (step.host_offset or 0) + length if length else 0)
             kinds[step.buffer] = Offload
-            down = max(down, now) + latency + length * 1e6 / (graph.device.d2h_bytes_per_s or 1)
+            sent = launch(graph.device.copy_launch_us)
+            now = sent if blocks else now
+            down = max(down, now, sent) + latency
+            down += length * 1e6 / (graph.device.d2h_bytes_per_s or 1)
             ends[step.buffer] = down
         elif isinstance(step, Prefetch):
             live[step.buffer] = (step.offset, step.bytes)
             ranges = list(live.values())
             kinds[step.buffer] = Prefetch
             swapped += step.bytes
-            up = max(up, now) + latency + step.bytes * 1e6 / (graph.device.h2d_bytes_per_s or 1)
+            sent = launch(graph.device.copy_launch_us)
+            now = sent if blocks else now
+            up = max(up, now, sent) + latency
+            up += step.bytes * 1e6 / (graph.device.h2d_bytes_per_s or 1)
             ends[step.buffer] = up
         elif step.buffer in ends:
             stalls[kinds[step.buffer]] += max(0.0, ends[step.buffer] - now)
@@ -173,7 +187,9 @@ def measure(graph: Graph, steps: list, outputs: str, homes: Sequence[Home] = ())
         arena = max([arena, *(offset + length for offset, length in ranges if length)])
         peak = max(peak, _union(ranges))
     now = max(now, computed)
-    base = sum(op.cost_us for op in graph.ops)
+    for op in graph.ops:
+        if op.cost_us:
+            base = max(base, launch(graph.device.launch_us, 1)) + op.cost_us
     assert set(size) >= {t for op in graph.ops for t in op.outputs}
     return {
         "resident_bytes": resident,

@@ -78,7 +78,7 @@ def tensor_order(graph: Graph) -> list[int]:
 
 
 def cost_signature(graph: Graph) -> str:
-    """`sha256:…` of op costs and bandwidths, each rounded to the nearest power of two.
+    """`sha256:…` of op costs, bandwidths and launches, each rounded to the nearest power of two.
 
     Two measurements of one machine mostly have equal signatures. If they differ, a cached plan's
     cost figures are for other costs; the plan stays valid.
@@ -92,7 +92,9 @@ def cost_signature(graph: Graph) -> str:
     )
     device = graph.device
     rates = [device.d2h_bytes_per_s, device.h2d_bytes_per_s] if device.linked else []
-    return _digest(costs, *(round(math.log2(rate)) for rate in rates))
+    launches = [device.launch_us, *([device.copy_launch_us] if device.linked else [])]
+    own = [[round(math.log2(us)) if us else None for us in launches]] if any(launches) else []
+    return _digest(costs, *(round(math.log2(rate)) for rate in rates), *own)
 
 
 _LITERAL = re.compile(rb"[ -\[\]-~]*")

@@ -36,7 +36,8 @@ class Device(Model, frozen=True):
     """The device that the graph was profiled on.
 
     Bandwidths are bytes per second; 0 means no copy engine in that direction, hence no transfers.
-    Every copy takes `copy_latency_us` in addition to its bytes over the bandwidth.
+    Every copy takes `copy_latency_us` in addition to its bytes over the bandwidth. The host launches
+    ops and copies one after another, an op in `launch_us`, a copy in `copy_launch_us`.
     """
 
     kind: str = "cpu"
@@ -45,6 +46,17 @@ class Device(Model, frozen=True):
     h2d_bytes_per_s: Rate = 0.0
     d2h_bytes_per_s: Rate = 0.0
     copy_latency_us: Micros = 0.0
+    launch_us: Micros = 0.0
+    copy_launch_us: Micros = 0.0
+
+    @property
+    def is_host(self) -> bool:
+        """True if the device is the host's processor: it launches nothing while it computes."""
+        return self.kind == "cpu"
+
+    def run_us(self, cost_us: float) -> float:
+        """Time of a run of this cost on the device, µs: on the host's processor with its launch."""
+        return cost_us + self.launch_us if cost_us and self.is_host else cost_us
 
     @property
     def linked(self) -> bool:

@@ -103,7 +103,7 @@ class _Search:
     def run(self, most):
         none = frozenset()
         start = State(len(self.copies), none, (), (), self.copies)
-        times = (0.0, 0.0, 0.0, 0.0)
+        times = (0.0, 0.0, 0.0, 0.0, 0.0)
         labels, heap, number = {start: [times]}, [(0.0, 0, start, times)], 0
         while heap:
             now, _, state, times = heapq.heappop(heap)
@@ -127,15 +127,22 @@ class _Search:
         return None
 
     def moves(self, state, times):
-        """States that may follow, with times: compute, engines, host, what is in flight."""
+        """States that may follow, with times: compute, engines, host, launches, what is in flight.
+
+        Where the device is the host's processor, costs of runs contain their launch.
+        """
         done, live, away, back, host = state
-        now, out_free, back_free, computed, *ends = times
+        now, out_free, back_free, computed, launched, *ends = times
+        device = self.graph.device
+        blocks = device.kind == "cpu"
+        sent = 0.0 if blocks else launched + device.copy_launch_us
+        told = now + device.copy_launch_us if blocks else now  # compute after the launch of a copy
         out_ends, back_ends = ends[: len(away)], ends[len(away) :]
 
-        def label(clock, following, out_at=out_free, back_at=back_free, out=(), coming=(), us=0.0):
+        def label(clock, following, out_at, back_at, out, coming, us=0.0, launched=launched):
             host_at = max(computed, out[-1]) + us if us else computed
-            free = (clock, out_at, back_at, host_at, *out, *coming)
-            return following, tuple(max(clock, t) for t in free)
+            times = [max(clock, t) for t in (clock, out_at, back_at, host_at, *out, *coming)]
+            return following, (*times[:4], launched, *times[4:])
 
         for t in live - set(away):
             yield label(
@@ -145,15 +152,17 @@ class _Search:
         host_room = self.host_capacity - self.size(host) - self.size(away)
         for t in live - set(away) - host:
             if self.problem.size[t] and self.problem.size[t] <= host_room:
-                end = max(now, out_free) + self.out[t]
+                end = max(told, sent, out_free) + self.out[t]
                 following = state._replace(away=(*away, t))
                 us = self.host_us.get(t, 0.0)
-                yield label(now, following, end, back_free, [*out_ends, end], back_ends, us)
+                out = [*out_ends, end]
+                yield label(told, following, end, back_free, out, back_ends, us, sent)
         for t in host - live - set(back):
             if self.problem.size[t] <= room:
-                end = max(now, back_free) + self.back[t]
+                end = max(told, sent, back_free) + self.back[t]
                 following = state._replace(back=(*back, t))
-                yield label(now, following, out_free, end, out_ends, [*back_ends, end])
+                coming = [*back_ends, end]
+                yield label(told, following, out_free, end, out_ends, coming, 0.0, sent)
         if self.problem.host_budget is not None:
             for t in host - set(back):
                 following = state._replace(host=host - {t})
@@ -174,8 +183,10 @@ class _Search:
                     continue  # an input outside the arena has been overwritten
                 for after in self.runs(o, variant, done, state):
                     following = state._replace(done=max(done, o + 1), live=after)
-                    clock = now + variant.cost_us
-                    yield label(clock, following, out_free, back_free, out_ends, back_ends)
+                    begun = launched + device.launch_us * (variant.cost_us > 0 and not blocks)
+                    waits = max(now, begun) if variant.cost_us else now
+                    free = out_free, back_free, out_ends, back_ends
+                    yield label(waits + variant.cost_us, following, *free, 0.0, begun)
 
     def runs(self, o, variant, done, state):
         """What is readable after a run of op o, one set per choice of what shares an address."""

@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.timeline import Timeline
 from coop_plan.schemas import Plan, format_bytes
 
 
@@ -16,17 +17,14 @@ def unused_link_reason(problem: Problem, plan: Plan) -> str | None:
         return None
     if plan.swapped_bytes or not plan.recomputed_ops:
         return None
-    device, begins, now = problem.device, [], 0.0
-    for cost in problem.cost:
-        begins.append(now)
-        now += cost
-    begins.append(now)
+    device, timeline = problem.device, Timeline(problem.device)
+    begins = [*map(timeline.compute, problem.cost), timeline.now_us]
     hidden, best, cheapest = 0, float("inf"), (0.0, 0.0, 0)
     for t, size in enumerate(problem.bytes):
         if not problem.movable[t]:
             continue
         speeds = 1e6 / device.d2h_bytes_per_s + 1e6 / device.h2d_bytes_per_s
-        round_trip = 2 * device.copy_latency_us + size * speeds
+        round_trip = 2 * (device.copy_launch_us + device.copy_latency_us) + size * speeds
         uses = [
             problem.producer[t],
             *problem.consumers[t],

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from coop_plan.planner.core.timeline import base_cost_us
 from coop_plan.schemas import Device, Graph, InvalidInputError, Op, Outputs, Variant
 
 Pair = tuple[int, int]
@@ -60,7 +61,7 @@ class OpVariant(msgspec.Struct, frozen=True, gc=False):
     """An implementation of an op: its default variant, or another (MONeT, ICLR 2021, section 4.2).
 
     `inputs` and `outputs` follow the document, tensor by tensor; `reads` and `makes` are the
-    distinct ones of them in the arena. `cost_us` is µs, `workspace_bytes` exact. `inplace` lists
+    distinct ones of them in the arena. `cost_us` is `Device.run_us`, `workspace_bytes` exact. `inplace` lists
     the (output, input) pairs that may share one address: inputs in the arena that the op does not
     overwrite, and outputs that are not larger. An output outside the arena can share when it is
     recomputed.
@@ -173,7 +174,7 @@ class Problem:
                 outputs=outputs_,
                 reads=tuple([t for t in dict.fromkeys(inputs) if in_arena[t]]),
                 makes=tuple([t for t in outputs_ if in_arena[t]]),
-                cost_us=source.cost_us,
+                cost_us=graph.device.run_us(source.cost_us),
                 workspace_bytes=source.workspace_bytes,
                 inplace=tuple(
                     [
@@ -280,7 +281,12 @@ class Problem:
 
     @cached_property
     def base_cost_us(self) -> float:
-        """Cost of every op once in its default variant, µs."""
+        """Makespan of every op once, in program order and in its default variant, µs."""
+        return base_cost_us(self.graph)
+
+    @cached_property
+    def work_us(self) -> float:
+        """Cost of every op once in its default variant, µs; no such schedule has less."""
         return fsum(self.cost)
 
     @cached_property

@@ -4,12 +4,17 @@ Four engines run in plan order: compute, device to host, host to device, the hos
 Compute reaches a step when every earlier compute step has ended, and every copy that an earlier
 `wait` names. From then on
 
-- a compute step runs at once;
+- a compute step runs as soon as it is launched;
 - a compute step on the host runs as soon as the host is free and the copies that it reads have
   ended; compute does not wait for it;
-- a copy runs as soon as its engine is free, for the latency of the device and its bytes at the
+- a copy runs as soon as it is launched and its engine is free, for the latency of the device and its bytes at the
   engine's bandwidth; bandwidth 0 means that the engine does not exist, and a copy never ends;
 - a `wait` stalls compute, and all later steps, until its copy has ended.
+
+The host launches compute steps and copies in plan order, each in the device's launch time, ahead of
+the device. Where the device is the host's own processor, it cannot run ahead: it launches a step
+when compute reaches it, and compute goes on after the launch. A compute step of no cost, one on the
+host, whose thread waits for it, and a `wait` cost no launch.
 
 Hence a copy starts with its source complete: the producer of an offload's source, and the wait for
 the offload that a prefetch reads, are earlier steps. It starts only after every earlier use of the
@@ -19,9 +24,9 @@ the copy's position, and the copy's stream waits for it. An offload is listed ri
 that produces its source, to start early; a prefetch after the last step that uses its bytes.
 
 The cost of a plan is its makespan: the end of the last compute step, on the device or the host, or
-of the last copy that was waited for. Without copies it is the sum of the variants' costs, in any
-order. Stalls of compute are counted by cause: waits for prefetches, and waits for offloads, whose
-bytes are still in use.
+of the last copy that was waited for. Without copies, and if no step waits for its launch, it is the
+sum of the variants' costs, in any order. Stalls of compute are counted by cause: waits for
+prefetches, and waits for offloads, whose bytes are still in use.
 """
 
 from collections.abc import Iterable
@@ -65,6 +70,10 @@ class Timeline:
     """Time at which compute reaches the next step."""
     host_us: float = 0.0
     """End of the last compute step on the host."""
+    _launched_us: float = 0.0
+    """Time at which the host has launched all steps so far, if it runs ahead."""
+    _launch_delays: bool = False
+    """True once a compute step has waited for its launch."""
     _offloads: dict[int, float] = field(default_factory=dict)
     """End of each offload in flight, by buffer."""
     _prefetches: dict[int, float] = field(default_factory=dict)
@@ -74,10 +83,24 @@ class Timeline:
         self._to_host = Engine(self.device.d2h_bytes_per_s, latency)
         self._to_device = Engine(self.device.h2d_bytes_per_s, latency)
 
-    def compute(self, cost_us: float) -> None:
-        """Run a variant of this cost."""
+    def _launch(self, us: float) -> float:
+        """Launch a step in this time (µs); returns when it may start, µs."""
+        if self.device.is_host:
+            self._costs.append(us)
+            self.now_us += us
+        else:
+            self._launched_us += us
+        return max(self.now_us, self._launched_us)
+
+    def compute(self, cost_us: float) -> float:
+        """Run a variant of this cost (`Device.run_us`); returns its start, µs."""
+        begin_us = self.now_us
+        if cost_us and not self.device.is_host:
+            begin_us = self._launch(self.device.launch_us)
+            self._launch_delays |= begin_us > self.now_us
         self._costs.append(cost_us)
-        self.now_us += cost_us
+        self.now_us = begin_us + cost_us
+        return begin_us
 
     def compute_on_host(self, cost_us: float, buffers: Iterable[int]) -> None:
         """Run a variant of this cost on the host, which reads the copies of these buffers."""
@@ -86,12 +109,14 @@ class Timeline:
 
     def offload(self, buffer: int, size: int) -> float:
         """Start the copy of a buffer of `size` bytes to the host; returns its end, µs."""
-        self._offloads[buffer] = self._to_host.copy(self.now_us, size)
+        start_us = self._launch(self.device.copy_launch_us)
+        self._offloads[buffer] = self._to_host.copy(start_us, size)
         return self._offloads[buffer]
 
     def prefetch(self, buffer: int, size: int) -> float:
         """Start the copy of `size` bytes from the host into a buffer; returns its end, µs."""
-        self._prefetches[buffer] = self._to_device.copy(self.now_us, size)
+        start_us = self._launch(self.device.copy_launch_us)
+        self._prefetches[buffer] = self._to_device.copy(start_us, size)
         return self._prefetches[buffer]
 
     def skip(self, buffer: int) -> None:
@@ -121,13 +146,27 @@ class Timeline:
     def end_us(self) -> float:
         """The makespan so far."""
         # Without stalls an exact sum: the same runs cost the same in any order.
-        return max(self.host_us, self.now_us if self.stall_us else fsum(self._costs))
+        idle = self.stall_us or self._launch_delays
+        return max(self.host_us, self.now_us if idle else fsum(self._costs))
 
 
 def step_costs(graph: Graph) -> dict[tuple[int, str | None], float]:
-    """Cost of a run in µs by (op id, variant name); the default variant has the name None."""
-    cost: dict[tuple[int, str | None], float] = {(op.id, None): op.cost_us for op in graph.ops}
-    return cost | {(op.id, v.name): v.cost_us for op in graph.ops for v in op.variants}
+    """Time of a run in µs by (op id, variant name); the default variant has the name None."""
+    run_us = graph.device.run_us
+    cost: dict[tuple[int, str | None], float] = {(op.id, None): run_us(op.cost_us) for op in graph.ops}
+    return cost | {
+        (op.id, v.name): v.cost_us if v.engine == "host" else run_us(v.cost_us)
+        for op in graph.ops
+        for v in op.variants
+    }
+
+
+def base_cost_us(graph: Graph) -> float:
+    """Makespan of every op once, in program order and in its default variant, µs."""
+    timeline = Timeline(graph.device)
+    for op in graph.ops:
+        timeline.compute(graph.device.run_us(op.cost_us))
+    return timeline.end_us
 
 
 def host_runs(graph: Graph) -> set[tuple[int, str | None]]:

@@ -172,12 +172,12 @@ class CoopOffline:
         def done() -> bool:
             # No run costs less than each op once, and smaller savings are not placed.
             return (
-                enough() or portfolio.best.cost_us * (1 - MIN_SAVING) <= self.problem.base_cost_us
+                enough() or portfolio.best.cost_us * (1 - MIN_SAVING) <= self.problem.work_us
             )
 
         now = time.monotonic()
         makespan_share = 0.75 if self._has_link else 0.0  # of the time
-        if portfolio.best.cost_us > self._cost_us * 1.03:
+        if self._recompute_us > self._cost_us * 1.03:
             makespan_share = 1.0
         until = now + (1 - makespan_share) * (deadline - now)
         if portfolio.best.found is not None and self._searches_sequence and now < until:
@@ -255,9 +255,17 @@ class CoopOffline:
         return found
 
     @property
+    def _recompute_us(self) -> float:
+        """Cost of the portfolio's best, µs: its sum of costs, unless ops may wait for launches."""
+        best, device = self.portfolio.best, self.problem.device
+        if best.found is None or device.is_host or not device.launch_us:
+            return best.cost_us
+        return Schedule.of(self.problem, best.found.run.ops).cost_us
+
+    @property
     def _cost_us(self) -> float:
         """Cost of the best schedule so far, µs."""
-        costs = [self.portfolio.best.cost_us]
+        costs = [self._recompute_us]
         costs += [] if self._online is None else [self._online.cost_us]
         costs += [] if self._transfer_plan is None else [self._transfer_plan.cost_us]
         return min(costs)
@@ -273,7 +281,7 @@ class CoopOffline:
         best = portfolio.best
         if self._transfer_plan is not None and self._transfer_plan.cost_us <= self._cost_us:
             return Solution(self._transfer_plan)
-        if best.found is not None and (online is None or best.cost_us <= online.cost_us):
+        if best.found is not None and (online is None or self._recompute_us <= online.cost_us):
             return self.portfolio.solution()
         if online is None:
             if portfolio.runner.timed_out:

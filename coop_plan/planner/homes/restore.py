@@ -1,11 +1,10 @@
 """Conversion of a plan of a lowered graph (`planner.homes.lower`) to one of the graph itself."""
 
 from collections.abc import Iterable
-from math import fsum
 
 import numpy as np
 
-from coop_plan.planner.core.timeline import plan_timeline
+from coop_plan.planner.core.timeline import base_cost_us, plan_timeline
 from coop_plan.planner.homes.lower import Lowered
 from coop_plan.planner.inspect.buffers import replay_plan
 from coop_plan.planner.placement import place
@@ -39,7 +38,7 @@ def restored(graph: Graph, low: Lowered, plan: Plan) -> Plan:
     outside = plan.peak_bytes - plan.resident_bytes - plan.arena_bytes
     arena = max((r.offset + r.bytes for r in view.rectangles if r.bytes), default=0)
     copies = (moment for moment in view.moments if moment.engine in ("offload", "prefetch"))
-    cost, base = timeline.end_us, fsum(op.cost_us for op in graph.ops)
+    cost, base = timeline.end_us, base_cost_us(graph)
     return made.model_copy(
         {
             "resident_bytes": resident,

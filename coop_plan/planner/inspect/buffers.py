@@ -136,8 +136,7 @@ def replay_plan(graph: Graph, plan: Plan) -> PlanView:
                 op = op_at[step.op]
                 rerun = op in ran
                 ran.add(op)
-                begin_us = line.now_us
-                line.compute(cost[step.op, step.variant])
+                begin_us = line.compute(cost[step.op, step.variant])
                 view.moments.append(Moment("compute", op, begin_us, line.now_us, rerun=rerun))
                 if step.workspace.bytes:
                     scratch = step.workspace

@@ -235,8 +235,9 @@ def empty_arena(
     if transfers.swaps and problem.device.linked:
         device, size = problem.device, np.array(problem.bytes)
         tensor["is_movable"] = np.array(problem.movable) > np.array(problem.is_output)
-        tensor["offload_us"] = device.copy_latency_us + size * 1e6 / device.d2h_bytes_per_s
-        tensor["prefetch_us"] = device.copy_latency_us + size * 1e6 / device.h2d_bytes_per_s
+        fixed_us = device.copy_latency_us + device.copy_launch_us
+        tensor["offload_us"] = fixed_us + size * 1e6 / device.d2h_bytes_per_s
+        tensor["prefetch_us"] = fixed_us + size * 1e6 / device.h2d_bytes_per_s
     tensor["is_evictable"] = problem.evictable
     tensor["cost_us"] = [problem.cost[p] if p >= 0 else 0.0 for p in problem.producer]
     if partition:

@@ -12,6 +12,7 @@ from math import fsum, inf, log2
 
 import numpy as np
 
+from coop_plan.planner.core.timeline import step_costs
 from coop_plan.schemas import Graph, Op
 
 TOLERANCE = 0.01
@@ -22,13 +23,24 @@ DEVICE_COSTS = 3
 
 
 def all_costs(graph: Graph) -> list[float]:
-    """All costs of a graph, the device's first; a proved bound holds for these only."""
+    """All costs of a graph, the device's first; a proved bound holds for these only.
+
+    Launches come last, if the device has any: of ops and of copies ahead of the device, and of
+    copies that compute waits for. Those of ops that compute waits for are in the costs of runs.
+    """
     device = graph.device
     costs = [device.d2h_bytes_per_s, device.h2d_bytes_per_s, device.copy_latency_us]
-    for op in graph.ops:
-        costs.append(op.cost_us)
-        costs += [variant.cost_us for variant in op.variants]
+    costs += [cost for costs in _run_costs(graph) for cost in costs]
+    if device.launch_us or device.copy_launch_us:
+        ahead = 0.0 if device.is_host else device.launch_us
+        costs += [ahead, device.copy_launch_us, device.copy_launch_us * device.is_host]
     return costs
+
+
+def _run_costs(graph: Graph) -> list[list[float]]:
+    """Per op the costs of a run, by its default variant and by the others, µs."""
+    cost = step_costs(graph)
+    return [[cost[op.id, None], *(cost[op.id, v.name] for v in op.variants)] for op in graph.ops]
 
 
 def cost_digest(costs: Sequence[float]) -> str:
@@ -56,8 +68,8 @@ def least_cost(graph: Graph) -> float:
     An op that may run on the host counts nothing, as the device may run others meanwhile.
     """
     return fsum(
-        min([op.cost_us, *(v.cost_us for v in op.variants)])
-        for op in graph.ops
+        min(costs)
+        for op, costs in zip(graph.ops, _run_costs(graph), strict=True)
         if not _may_run_on_host(op)
     )
 
@@ -74,9 +86,12 @@ def carried_bound(
     It holds for schedules that recompute an op at most `recomputes` times; by default for all.
     `link` says that schedules may have copies: their cost is then a makespan, not a sum.
     """
-    least, device = least_cost(graph), all_costs(graph)[:DEVICE_COSTS]
-    mine = np.array(all_costs(graph)[DEVICE_COSTS:])
-    other = np.array(theirs[DEVICE_COSTS:])
+    least, costs = least_cost(graph), all_costs(graph)
+    end = DEVICE_COSTS + sum(map(len, _run_costs(graph)))
+    mine, other = np.array(costs[DEVICE_COSTS:end]), np.array(theirs[DEVICE_COSTS:end])
+    none = [0.0] * 3
+    launches, their_launches = costs[end:] or none, theirs[end:] or none
+    link = link or their_launches[0] > 0  # a makespan, too
     starts = np.cumsum([0, *(1 + len(op.variants) for op in graph.ops)])[:-1]
     known = other > 0
     if not len(starts) or not known.any() or any(map(_may_run_on_host, graph.ops)):
@@ -98,10 +113,11 @@ def carried_bound(
     if not link:  # a sum: the first run of each op is counted by the caller's costs
         first = float(np.minimum.reduceat(mine - ratio * other, starts).sum())
         return max(least, ratio * cost_us + first - recomputed)
-    # A makespan: it falls by at most as much as its runs do, if no copy is faster. A run that is
+    # A makespan: it falls by at most as much as its runs do, if no copy or launch is faster. A run that is
     # dearer for the caller may run during a copy, so that it counts nothing.
-    faster = any(a > b for a, b in zip(device[:2], theirs[:2], strict=True))
-    if faster or device[2] < theirs[2]:
+    faster = any(a > b for a, b in zip(costs[:2], theirs[:2], strict=True))
+    sooner = zip([costs[2], *launches], [theirs[2], *their_launches], strict=True)
+    if faster or any(a < b for a, b in sooner):
         return least
     fall = float(np.maximum.reduceat(np.maximum(other - mine, 0.0), starts).sum())
     base = cost_us - max(again, 0.0)

@@ -5,11 +5,10 @@ and costs may differ. A cached plan has the ids of the graph that it was made fo
 """
 
 from collections.abc import Sequence
-from math import fsum
 
 from msgspec.structs import replace
 
-from coop_plan.planner.core.timeline import plan_timeline
+from coop_plan.planner.core.timeline import base_cost_us, plan_timeline
 from coop_plan.planner.plan_cache.cost_rule import carried_bound, least_cost
 from coop_plan.schemas import Compute, Graph, Plan, Prefetch, Step, TensorRead
 from coop_plan.schemas.fingerprint import tensor_order
@@ -40,7 +39,7 @@ def remap_ids(
         remapped = plan.model_copy(update={"steps": steps, "homes": homes})
     if made_with is None:
         return remapped
-    base = fsum(op.cost_us for op in graph.ops)
+    base = base_cost_us(graph)
     timeline = plan_timeline(graph, remapped)
     cost = timeline.end_us
     bound, model = least_cost(graph), "any"

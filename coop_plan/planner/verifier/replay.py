@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 
+from coop_plan.planner.verifier.clock import Clock
 from coop_plan.planner.verifier.homes import Homes
 from coop_plan.planner.verifier.host import HostSlab
 from coop_plan.planner.verifier.state import HOME, Buffer, Fault, Place, Transfer, pointer
@@ -72,7 +73,7 @@ class Replay:
         self.runs: dict[int, int] = {}
         self.last_random = self.last_once = -1
         """Highest position of a random op, and of a run-once op, that has run."""
-        self.now_us = self.d2h_free_us = self.h2d_free_us = self.host_free_us = 0.0
+        self.clock = Clock(self.device)
         self.offload_stall_us = self.prefetch_stall_us = 0.0
         self.live_bytes = self.peak_live_bytes = self.arena_bytes = self.swapped_bytes = 0
 
@@ -119,7 +120,7 @@ class Replay:
             buffer = self.live[writer]
             buffer.end = buffer.offset + buffer.bytes
             self.live_bytes += buffer.bytes
-        self.now_us += variant.cost_us
+        self.clock.run(variant.cost_us)
 
     def free(self, step: Free, at: Place) -> None:
         for index, number in enumerate(step.buffers):
@@ -165,11 +166,8 @@ class Replay:
         else:
             for code, message in self.slab.add(number, step.host_offset, buffer.bytes):
                 self.fault(code, (at, "/host_offset"), message)
-        begin_us = max(self.now_us, self.d2h_free_us)
-        self.d2h_free_us = begin_us + self._transfer_us(
-            buffer.bytes, self.device.d2h_bytes_per_s, "d2h", at
-        )
-        self.pending[step.buffer] = Transfer(at, self.d2h_free_us)
+        end_us = self._transfer(buffer.bytes, self.device.d2h_bytes_per_s, "d2h", at)
+        self.pending[step.buffer] = Transfer(at, end_us)
 
     def prefetch(self, step: Prefetch, at: Place) -> None:
         version = None if step.from_ is None else self.host.get(step.from_)
@@ -192,12 +190,9 @@ class Replay:
             return
         self._allocate(step.buffer, step.tensor, step.offset, step.bytes, version or 0, at)
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
-        begin_us = max(self.now_us, self.h2d_free_us)
-        self.h2d_free_us = begin_us + self._transfer_us(
-            step.bytes, self.device.h2d_bytes_per_s, "h2d", at
-        )
+        end_us = self._transfer(step.bytes, self.device.h2d_bytes_per_s, "h2d", at)
         source = HOME if step.from_ is None else step.from_
-        self.pending[step.buffer] = Transfer(at, self.h2d_free_us, source)
+        self.pending[step.buffer] = Transfer(at, end_us, source)
 
     def wait(self, step: Wait, at: Place) -> None:
         transfer = self.pending.pop(step.buffer, None)
@@ -205,8 +200,7 @@ class Replay:
             message = f"no transfer of buffer {step.buffer} is in flight"
             self.fault("no-transfer", (at, "/buffer"), message)
             return
-        stall_us = max(0.0, transfer.end_us - self.now_us)
-        self.now_us = max(self.now_us, transfer.end_us)
+        stall_us = self.clock.wait(transfer.end_us)
         if transfer.source is not None:
             self.prefetch_stall_us += stall_us
         else:
@@ -281,7 +275,7 @@ class Replay:
         for code, place, message in self.homes.run(op, variant, step, needed, copies, moved):
             self.fault(code, (at, place), message)
         read = [self.pending[b].end_us for b in sent if b in step.reads]
-        self.host_free_us = max(self.now_us, self.host_free_us, *read) + variant.cost_us
+        self.clock.run_on_host(variant.cost_us, read)
 
     def _reads(self, op: Op, variant: Op | Variant, step: Compute, at: Place) -> dict[int, Buffer]:
         """Check the reads and apply the op's mutations; returns the buffers read in the arena."""
@@ -490,10 +484,10 @@ class Replay:
             return self.owners[slot]
         return None
 
-    def _transfer_us(self, size: int, bytes_per_s: float, engine: str, at: Place) -> float:
+    def _transfer(self, size: int, bytes_per_s: float, engine: str, at: Place) -> float:
         self.swapped_bytes += size
         if not bytes_per_s:
             message = f"the graph's device has {engine}_bytes_per_s 0, so it cannot transfer"
             self.fault("no-bandwidth", at, message)
             return 0.0
-        return self.device.copy_latency_us + size / bytes_per_s * 1e6
+        return self.clock.copy(engine, size / bytes_per_s * 1e6)

@@ -31,7 +31,10 @@ its final version, and no other buffer is live in the arena.
 Transfers. `offload` copies a readable buffer to the host. Until the `wait` on it, which completes
 the copy, the buffer may be read but not freed, overwritten or mutated. `prefetch` copies a complete
 host copy, at its version, into a new buffer, readable after `wait`. Every transfer has a `wait`.
-Times are those of one compute stream and one engine per direction. A transfer starts when the
+Times are those of one compute stream and one engine per direction. The host launches computes of
+more than 0 µs and transfers in the order of the steps, in `launch_us` and `copy_launch_us` of the
+device; on a device of the kind "cpu" it starts to when the compute stream reaches the step, which
+waits for it. A compute starts when it is launched. A transfer starts when it is launched, the
 compute stream reaches it and its engine is free; it takes the device's latency plus its bytes at
 the engine's bandwidth (`link_bytes_per_s` of the plan if set). `wait` stalls the compute stream.
 
@@ -88,6 +91,7 @@ prefetch steps of exact bytes, workspace included, an address shared in place co
 
 import math
 
+from coop_plan.planner.verifier.clock import Clock
 from coop_plan.planner.verifier.replay import Replay
 from coop_plan.planner.verifier.state import Fault
 from coop_plan.planner.verifier.wellformed import malformed
@@ -160,8 +164,11 @@ def _check_figures(graph: Graph, plan: Plan, replay: Replay) -> None:
     outside = sum(tensor.bytes for tensor in graph.tensors if tensor.id in replay.outside_outputs)
     arena = replay.arena_bytes
     peak = resident + arena + outside
-    base_us = sum(op.cost_us for op in graph.ops)
-    cost_us = max(replay.now_us, replay.host_free_us)
+    once = Clock(graph.device)
+    for op in graph.ops:
+        once.run(op.cost_us)
+    base_us = once.now_us
+    cost_us = max(replay.clock.now_us, replay.clock.host_free_us)
     exact = {
         "resident_bytes": resident,
         "arena_bytes": arena,

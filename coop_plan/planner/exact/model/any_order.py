@@ -73,7 +73,7 @@ class AnyOrderModel:
 
     def bound_us(self, bound: float) -> float:
         """Cost of a whole step for a bound in the model's units, µs."""
-        return self.program.problem.base_cost_us + bound * self.cost_unit
+        return self.program.problem.work_us + bound * self.cost_unit
 
     def _first_runs(self, point: int) -> list[int]:
         # [Variable] D[k, v], constant for ancestors and descendants.

@@ -214,7 +214,7 @@ def reordered(
         return None
     portfolio = Portfolio(problem, request)
     portfolio.best.cost_us = cost_us
-    bound = bound_us or (lambda: problem.base_cost_us)
+    bound = bound_us or (lambda: problem.work_us)
     search = SequenceAnnealing(portfolio, sequence, request.deadline)
     with contextlib.suppress(KeyboardInterrupt):  # returns the best so far
         search.run(lambda: portfolio.best.cost_us * (1 - MIN_SAVING) <= bound())

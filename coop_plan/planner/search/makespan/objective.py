@@ -61,15 +61,18 @@ def _respects_homes(a: Program, m: MakespanState) -> bool:
 def _list_events(a: Program, m: MakespanState) -> None:
     """List the candidate's events with their stall-free starts, and the markers with a read."""
     s = m.search
-    start, at, prefetches = 0.0, 0, 0
+    start, launched, work, at, prefetches = 0.0, 0.0, 0.0, 0, 0
     for b in range(s.now.blocks):
         for i in range(s.block[b].events):
             e = s.members[b, i]
-            m.order[at], m.start_us[at] = e, start
+            m.order[at], m.start_us[at], m.work_us[at] = e, start, work
             at += 1
             code = s.event[e].code
             if code < a.ops:
-                start += a.cost[code]
+                if a.cost[code] > 0.0:
+                    launched += m.flow.launch_us
+                    start = max(start, launched) + a.cost[code]
+                    work += a.cost[code]
                 continue
             # A marker without a read is dead. Insertion sort by first reader: nearly sorted
             # already.
@@ -83,7 +86,7 @@ def _list_events(a: Program, m: MakespanState) -> None:
                 k -= 1
             m.prefetch[k].first_reader, m.prefetch[k].marker = first, x
             prefetches += 1
-    m.start_us[at] = start
+    m.start_us[at], m.work_us[at] = start, work
     m.flow.events, m.flow.prefetches = at, prefetches
 
 
@@ -130,12 +133,12 @@ def _simulate(a: Program, m: MakespanState, capacity: int, limit: float) -> tupl
     """Simulate compute and both copy engines, event by event; see `evaluate`."""
     s, flow = m.search, m.flow
     s.now.peak_event, s.now.peak_excess = NONE, 0
-    flow.now_us = flow.out_free_us = flow.in_free_us = flow.host_end_us = 0.0
+    flow.now_us = flow.out_free_us = flow.in_free_us = flow.host_end_us = flow.launched_us = 0.0
     flow.live = flow.awaiting_offload = flow.host_live = flow.host_excess = 0
     flow.host_excess_sum, flow.queued, flow.sent, flow.left, flow.transfers = 0.0, 0, 0, 0, 0
     started = arrived = worst = 0
     last_overflow = NONE
-    total, stall_free_end = 0.0, m.start_us[flow.events]
+    total, work = 0.0, m.work_us[flow.events]
     for at in range(flow.events):
         e = m.order[at]
         op = s.event[e].code
@@ -173,7 +176,8 @@ def _simulate(a: Program, m: MakespanState, capacity: int, limit: float) -> tupl
             while not m.tensor[t].is_away and _has_pending_offload(m):
                 _finish_offload(m, at)
             _wait_for_room(m, at, a.size[t], capacity)
-            flow.in_free_us = max(flow.now_us, flow.in_free_us) + m.tensor[t].prefetch_us
+            begin_us = _launch_copy(m, m.tensor[t].prefetch_us)
+            flow.in_free_us = max(begin_us, flow.in_free_us) + m.tensor[t].prefetch_us
             m.prefetch[started].arrival_us = flow.in_free_us
             _record(m, at, PREFETCH, t)
             flow.live += a.size[t]
@@ -187,9 +191,11 @@ def _simulate(a: Program, m: MakespanState, capacity: int, limit: float) -> tupl
             flow.host_live -= m.tensor[t].host_bytes if m.tensor[t].last_prefetch == arrived else 0
             arrived += 1
         _start_offloads(m, at, a.cost[op])  # compute may have waited since
-        flow.now_us += a.cost[op]
+        if a.cost[op] > 0.0:
+            flow.launched_us += flow.launch_us
+            flow.now_us = max(flow.now_us, flow.launched_us) + a.cost[op]
         # Lower bound on the makespan: no stall from here on.
-        if flow.now_us + (stall_free_end - m.start_us[at + 1]) > limit:
+        if flow.now_us + (work - m.work_us[at + 1]) > limit:
             return np.inf, np.inf
         excess = flow.live + new_bytes - capacity
         if excess > 0:
@@ -291,7 +297,8 @@ def _finish_offload(m: MakespanState, at: int) -> None:
 @inlined
 def _start_offloads(m: MakespanState, at: int, cost_us: float) -> None:
     """Begin the queued offloads whose engine is free before an op of this cost (µs) ends."""
-    while m.flow.queued > 0 and m.flow.out_free_us <= m.flow.now_us + cost_us:
+    flow = m.flow
+    while flow.queued > 0 and flow.out_free_us <= max(flow.now_us, flow.launched_us) + cost_us:
         _start_offload(m, at)
 
 
@@ -311,7 +318,8 @@ def _start_offload(m: MakespanState, at: int) -> None:
         m.queue[slot] = m.queue[below]
         slot, below = below, 2 * below + 1
     m.queue[slot] = m.queue[last]
-    flow.out_free_us = max(flow.now_us, flow.out_free_us) + m.tensor[t].offload_us
+    begin_us = _launch_copy(m, m.tensor[t].offload_us)
+    flow.out_free_us = max(begin_us, flow.out_free_us) + m.tensor[t].offload_us
     if m.tensor[t].host_us > 0.0:
         flow.host_end_us = max(flow.host_end_us, flow.out_free_us) + m.tensor[t].host_us
     m.sent[flow.sent].tensor, m.sent[flow.sent].end_us = t, flow.out_free_us
@@ -322,6 +330,19 @@ def _start_offload(m: MakespanState, at: int) -> None:
     if excess > 0:
         flow.host_excess = max(flow.host_excess, excess)
         flow.host_excess_sum += excess
+
+
+@inlined
+def _launch_copy(m: MakespanState, us: float) -> float:
+    """Launch a copy, unless it takes no time (µs); returns when it can begin, µs."""
+    flow = m.flow
+    if us == 0.0:
+        return flow.now_us
+    if not flow.runs_ahead:
+        flow.now_us += flow.copy_launch_us
+    else:
+        flow.launched_us += flow.copy_launch_us
+    return max(flow.now_us, flow.launched_us)
 
 
 @inlined

@@ -83,6 +83,7 @@ def _reservoir_step(
         us = m.tensor[t].prefetch_us + (0.0 if is_prefetched else m.tensor[t].offload_us)
         # A copy engine's µs counts 0.3 of compute's, on the mean.
         us *= 0.3 * 2.0 * np.random.random()
+        us += (1.0 if is_prefetched else 2.0) * m.flow.copy_launch_us
         total += bytes_ / max(us, MIN_COST_US)
         if np.random.random() * total < bytes_ / max(us, MIN_COST_US):
             choice, by_prefetch = t, True

@@ -109,6 +109,10 @@ class Flow(Record):
     out_free_us: float  # when the engine to the host is free
     in_free_us: float  # when the engine from the host is free
     host_end_us: float  # when the host has computed what follows the offloads begun
+    launched_us: float  # when the host has launched what it launches ahead of the device
+    launch_us: float  # of an op, if the host runs ahead; else a part of its cost
+    copy_launch_us: float
+    runs_ahead: bool
     host_excess_sum: float  # bytes, over all offloads
     host_capacity: int  # negative: no limit
     live: int
@@ -129,7 +133,7 @@ class MakespanState(NamedTuple):
     """State of the joint search, and the transfers of the candidate that was evaluated last.
 
     `search` holds the sequence and its liveness. Per position: `order` is the event, `start_us` its
-    start if compute never waits. `prefetch` is in the order of first reads, `sent` in the order of
+    start if compute never waits for copies, `work_us` the cost of the runs before. `prefetch` is in the order of first reads, `sent` in the order of
     starts, `queue` a heap, and `offloaded` lists tensors.
 
     `home_copies` is `planner.core.problem.Homes.copies`.
@@ -143,6 +147,7 @@ class MakespanState(NamedTuple):
     event: Table[Event]
     order: Int32s
     start_us: Floats
+    work_us: Floats
     prefetch: Table[Prefetch]
     offloaded: Int32s
     queue: Table[Queued]
@@ -212,6 +217,8 @@ def new_state(problem: Problem, a: Program, max_events: int, params: MoveParams)
     search.tensor["is_movable"] = movable
     flow, host = record(Flow), problem.host_budget
     flow.host_capacity = -1 if host is None else host
+    flow.runs_ahead, flow.copy_launch_us = not device.is_host, device.copy_launch_us
+    flow.launch_us = 0.0 if device.is_host else device.launch_us
     return MakespanState(
         search=search,
         home_copies=home_copies,
@@ -221,6 +228,7 @@ def new_state(problem: Problem, a: Program, max_events: int, params: MoveParams)
         event=event,
         order=np.zeros(max_events, dtype=np.int32),
         start_us=np.zeros(max_events + 1),
+        work_us=np.zeros(max_events + 1),
         prefetch=table(Prefetch, max_events),
         offloaded=np.zeros(a.size.size, dtype=np.int32),
         queue=table(Queued, a.size.size),
