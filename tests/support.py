@@ -129,7 +129,9 @@ def measure(graph: Graph, steps: list, outputs: str, homes: Sequence[Home] = ())
 
     def launch(us: float, clock: int = 0) -> float:
         """When what the host launches in this time may begin, at the earliest."""
-        launched[clock] = us + (max(launched[clock], (now, base)[clock]) if blocks else launched[clock])
+        launched[clock] = us + (
+            max(launched[clock], (now, base)[clock]) if blocks else launched[clock]
+        )
         return launched[clock]
 
     arena = peak = swapped = 0

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from coop_plan.planner.core.timeline import plan_timeline
+from coop_plan.planner.core.timeline import Timeline, plan_timeline, step_costs
 from coop_plan.planner.plan_cache.cost_rule import (
     all_costs,
     carried_bound,
@@ -69,6 +69,7 @@ def test_a_carried_bound_holds_for_makespans(graph):  # noqa: F811
     for _ in range(300):
         devices = [
             {"d2h_bytes_per_s": rng.choice(rates), "h2d_bytes_per_s": rng.choice(rates)}
+            | launches(rng)
             for _ in range(2)
         ]
         theirs = with_device(priced(graph, rng), **devices[0])
@@ -78,6 +79,33 @@ def test_a_carried_bound_holds_for_makespans(graph):  # noqa: F811
         made = swapped(theirs)
         bound = carried_bound(mine, all_costs(theirs), made.cost_us, link=True)
         assert bound <= plan_timeline(mine, made).end_us * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.5])
+def test_a_carried_bound_holds_for_steps_that_the_host_limits(spread):
+    """Op by op, some of them twice, without copies."""
+    rng = random.Random(3)
+    tensors = {0: ("input", 1)} | dict.fromkeys(range(1, 7), ("activation", 9))
+    made = make_graph(tensors, [{"inputs": [0], "outputs": [n]} for n in range(1, 7)])
+    for _ in range(300):
+        theirs = with_device(priced(made, rng), **launches(rng))
+        mine = with_device(priced(made, rng, theirs, spread), **launches(rng))
+        runs = [op.id for op in made.ops for _ in range(rng.choice([1, 1, 2]))]
+
+        def cost(priced_as, runs=runs):
+            line, costs = Timeline(priced_as.device), step_costs(priced_as)
+            for op in runs:
+                line.compute(costs[op, None])
+            return line.end_us
+
+        bound = carried_bound(mine, all_costs(theirs), cost(theirs), link=False, recomputes=1)
+        assert least_cost(mine) <= bound <= cost(mine) * (1 + 1e-9)
+
+
+def launches(rng):
+    kinds, some = ["cpu", "cuda"], [0.0, 0.5, 2.0]
+    one = {"launch_us": rng.choice(some), "copy_launch_us": rng.choice(some)}
+    return one | {"kind": rng.choice(kinds)}
 
 
 def test_measurements_of_one_machine_are_one_class():

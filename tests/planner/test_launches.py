@@ -1,14 +1,66 @@
-"""The host launches ops and copies: ahead of a device, or in the place of its own processor's work."""
+"""The host launches ops and copies: ahead of a device, or in the time of its own processor."""
 
 import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
 
 from coop_plan.planner import Problem, find_faults, plan
-from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.core.timeline import Timeline, plan_timeline
-from coop_plan.schemas import Device
-from tests.planner.core.test_schedule import plan_of, siblings
+from coop_plan.planner.core.timeline import plan_timeline
+from coop_plan.schemas import Compute, Device, Offload, Prefetch, Wait, cost_signature
+from tests.planner.core.test_schedule import OUTPUTS, plan_of, random_orders, siblings
 from tests.planner.test_search_makespan import pyramid
 from tests.schedules import schedule_of
+from tests.strategies import graphs
+
+
+def longest_path(graph, steps):
+    """End of the last compute step, µs: the longest path over launches, runs, copies and waits.
+
+    A node is its duration and those that it follows; its end is known once it is added.
+    """
+    device, sizes = graph.device, {t.id: t.bytes for t in graph.tensors}
+    costs = {
+        (op.id, v and v.name): (v or op).cost_us for op in graph.ops for v in (None, *op.variants)
+    }
+    last = {"compute": 0.0, "launches": 0.0, Offload: 0.0, Prefetch: 0.0}
+    copies, held = {}, {}
+
+    def add(duration, lane, *follows):
+        last[lane] = max([last[lane], *follows]) + duration
+        return last[lane]
+
+    def launch(duration):
+        return add(duration, "compute" if device.kind == "cpu" else "launches")
+
+    for step in steps:
+        if isinstance(step, Compute):
+            held |= {write.buffer: write.tensor for write in step.writes}
+            cost = costs[step.op, step.variant]
+            add(cost, "compute", *([launch(device.launch_us)] if cost else []))
+        elif isinstance(step, (Offload, Prefetch)):
+            if isinstance(step, Prefetch):
+                held[step.buffer] = step.tensor
+            back = isinstance(step, Prefetch)
+            rate = device.h2d_bytes_per_s if back else device.d2h_bytes_per_s
+            us = device.copy_latency_us + sizes[held[step.buffer]] / rate * 1e6
+            launched = launch(device.copy_launch_us)
+            copies[step.buffer] = add(us, type(step), launched, last["compute"])
+        elif isinstance(step, Wait):
+            add(0.0, "compute", copies[step.buffer])
+    return last["compute"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(graph=graphs(max_ops=10, rng=False), outputs=OUTPUTS, data=st.data())
+def test_a_makespan_is_the_longest_path_over_launches_and_copies(graph, outputs, data):
+    """Planner and verifier agree on it, for any variants, recomputes and copies."""
+    problem = Problem.from_graph(graph, 1, outputs)
+    made = plan_of(schedule_of(problem, random_orders(problem, data.draw)))
+    event(f"{graph.device.kind}, launches: {graph.device.launch_us > 0}")
+    assert find_faults(graph, made) == []
+    assert made.cost_us == pytest.approx(longest_path(graph, made.steps))
+    once = [Compute(op=op.id, variant=None, reads=[], writes=[]) for op in graph.ops]
+    assert made.base_cost_us == pytest.approx(longest_path(graph, once))
 
 
 def launching(graph, kind, launch_us, copy_launch_us, rate=0.0):
@@ -18,21 +70,40 @@ def launching(graph, kind, launch_us, copy_launch_us, rate=0.0):
 
 @pytest.mark.parametrize(("kind", "cost"), [("cpu", 3 * 6), ("cuda", 3 * 5 + 1)])
 def test_a_step_of_small_ops_takes_the_time_of_its_launches(kind, cost):
-    """Three ops of 1 µs, launched in 5 µs each: the last one runs after the third launch."""
-    graph = launching(siblings(), kind, 5.0, 0.0)
-    made = plan(graph, "100%", alignment=1)
+    """Three ops of 1 µs, launched in 5 µs each."""
+    made = plan(launching(siblings(), kind, 5.0, 0.0), "100%", alignment=1)
     assert (made.base_cost_us, made.cost_us, made.overhead) == (cost, cost, 0.0)
 
 
-@pytest.mark.parametrize(("kind", "cost"), [("cpu", 3 + 2 * 4 + 4), ("cuda", 4 + 2 + 2 + 1)])
-def test_launches_of_copies_delay_what_the_host_launches_next(kind, cost):
-    """
-    Two copies of 2 µs, launched in 4 µs each; ops of 1 µs. On the CPU all is one after another,
-    but for op 1, which runs while the first copy does: it is 2 µs, and its wait 1 µs of them.
-    """
-    graph = launching(siblings(), kind, 0.0, 4.0, 4e6)
-    problem = Problem.from_graph(graph, 1)
+@pytest.mark.parametrize(
+    ("kind", "cost", "stalls"),
+    [
+        ("cuda", 11.0, (1.0, 4.0)),  # launches end at 4 and 8, copies at 6 and 10
+        ("cpu", 14.0, (1.0, 2.0)),  # launches at 1 and 7 µs, copies at 5 and 11
+    ],
+)
+def test_launches_of_copies_delay_what_is_launched_next(kind, cost, stalls):
+    """Two copies of 2 µs, launched in 4 µs each, and three ops of 1 µs."""
+    problem = Problem.from_graph(launching(siblings(), kind, 0.0, 4.0, 4e6), 1)
     away = [("run", 0), ("offload", 2), ("run", 1), ("wait", 2)]
     made = plan_of(schedule_of(problem, [*away, ("prefetch", 2), ("wait", 2), ("run", 2)]))
-    assert find_faults(graph, made) == []
-    assert plan_timeline(graph, made).end_us == made.cost_us
+    assert find_faults(problem.graph, made) == []
+    assert (made.cost_us, (made.offload_stall_us, made.prefetch_stall_us)) == (cost, stalls)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_copies_that_take_the_host_long_to_launch_are_fewer(kind):
+    graph = launching(pyramid(20), kind, 9.0, 40.0, 40e6)
+    free = launching(pyramid(20), kind, 0.0, 0.0, 40e6)
+    before, after = (plan(each, 1000, alignment=1) for each in (free, graph))
+    copies = [sum(isinstance(s, Offload) for s in made.steps) for made in (before, after)]
+    assert copies[1] < copies[0]
+    assert after.cost_us < plan_timeline(graph, before).end_us
+
+
+def test_launches_are_a_part_of_the_key_of_plans():
+    keys = {
+        cost_signature(launching(siblings(), "cuda", *launches, 4e6))
+        for launches in [(0.0, 0.0), (5.0, 0.0), (0.0, 5.0), (5.0, 5.0)]
+    }
+    assert len(keys) == 4

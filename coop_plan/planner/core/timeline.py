@@ -153,7 +153,9 @@ class Timeline:
 def step_costs(graph: Graph) -> dict[tuple[int, str | None], float]:
     """Time of a run in µs by (op id, variant name); the default variant has the name None."""
     run_us = graph.device.run_us
-    cost: dict[tuple[int, str | None], float] = {(op.id, None): run_us(op.cost_us) for op in graph.ops}
+    cost: dict[tuple[int, str | None], float] = {
+        (op.id, None): run_us(op.cost_us) for op in graph.ops
+    }
     return cost | {
         (op.id, v.name): v.cost_us if v.engine == "host" else run_us(v.cost_us)
         for op in graph.ops

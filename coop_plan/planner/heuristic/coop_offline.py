@@ -171,9 +171,7 @@ class CoopOffline:
 
         def done() -> bool:
             # No run costs less than each op once, and smaller savings are not placed.
-            return (
-                enough() or portfolio.best.cost_us * (1 - MIN_SAVING) <= self.problem.work_us
-            )
+            return enough() or portfolio.best.cost_us * (1 - MIN_SAVING) <= self.problem.work_us
 
         now = time.monotonic()
         makespan_share = 0.75 if self._has_link else 0.0  # of the time
