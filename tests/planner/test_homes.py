@@ -31,9 +31,10 @@ FAST = Device(kind="cuda", h2d_bytes_per_s=4e6, d2h_bytes_per_s=2e6, copy_latenc
 
 
 def movable(graph, yes=True):
-    """The graph on a linked device, with all residents movable or none."""
+    """The graph on a linked device with its launches, with all residents movable or none."""
     tensors = [t.model_copy({"movable": yes and t.resident}) for t in graph.tensors]
-    return graph.model_copy({"tensors": tensors, "device": FAST})
+    own = {name: getattr(graph.device, name) for name in ("kind", "launch_us", "copy_launch_us")}
+    return graph.model_copy({"tensors": tensors, "device": FAST.model_copy(own)})
 
 
 def iteration(layers=4, weight=1000, activation=300, cost=400.0):

@@ -80,7 +80,9 @@ def graphs_with_updates(draw):
 
 @st.composite
 def iterations(draw):
-    """Random iterations: sizes, costs, links; updates at once or at the end, some on one engine."""
+    """Random iterations: sizes, costs, links, launches; updates at once or at the end, some on one
+    engine.
+    """
     graph = iteration(draw(st.integers(1, 4)))
     size = st.sampled_from([100, 300, 1000, 2000])
     cost = st.sampled_from([0.0, 20.0, 100.0, 400.0, 1600.0])
@@ -93,6 +95,8 @@ def iterations(draw):
     if draw(st.booleans()):
         ops.sort(key=lambda op: bool(op.mutates))
     link = {"h2d_bytes_per_s": draw(rate), "d2h_bytes_per_s": draw(rate)}
+    link["kind"] = draw(st.sampled_from(["cpu", "cuda"]))
+    link |= {name: draw(st.sampled_from([0.0, 150.0])) for name in ("launch_us", "copy_launch_us")}
     made = {"tensors": tensors, "ops": ops, "device": FAST.model_copy(link)}
     return graph.model_copy(made)
 

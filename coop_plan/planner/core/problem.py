@@ -61,10 +61,10 @@ class OpVariant(msgspec.Struct, frozen=True, gc=False):
     """An implementation of an op: its default variant, or another (MONeT, ICLR 2021, section 4.2).
 
     `inputs` and `outputs` follow the document, tensor by tensor; `reads` and `makes` are the
-    distinct ones of them in the arena. `cost_us` is `Device.run_us`, `workspace_bytes` exact. `inplace` lists
-    the (output, input) pairs that may share one address: inputs in the arena that the op does not
-    overwrite, and outputs that are not larger. An output outside the arena can share when it is
-    recomputed.
+    distinct ones of them in the arena. `cost_us` is that of `Device.run_us`, `workspace_bytes`
+    exact. `inplace` lists the (output, input) pairs that may share one address: inputs in the arena
+    that the op does not overwrite, and outputs that are not larger. An output outside the arena can
+    share when it is recomputed.
     """
 
     op: int

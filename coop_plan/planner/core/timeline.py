@@ -7,8 +7,9 @@ Compute reaches a step when every earlier compute step has ended, and every copy
 - a compute step runs as soon as it is launched;
 - a compute step on the host runs as soon as the host is free and the copies that it reads have
   ended; compute does not wait for it;
-- a copy runs as soon as it is launched and its engine is free, for the latency of the device and its bytes at the
-  engine's bandwidth; bandwidth 0 means that the engine does not exist, and a copy never ends;
+- a copy runs as soon as it is launched and its engine is free, for the latency of the device and
+  its bytes at the engine's bandwidth; bandwidth 0 means that the engine does not exist, and a copy
+  never ends;
 - a `wait` stalls compute, and all later steps, until its copy has ended.
 
 The host launches compute steps and copies in plan order, each in the device's launch time, ahead of

@@ -133,8 +133,9 @@ class MakespanState(NamedTuple):
     """State of the joint search, and the transfers of the candidate that was evaluated last.
 
     `search` holds the sequence and its liveness. Per position: `order` is the event, `start_us` its
-    start if compute never waits for copies, `work_us` the cost of the runs before. `prefetch` is in the order of first reads, `sent` in the order of
-    starts, `queue` a heap, and `offloaded` lists tensors.
+    start if compute never waits for copies, `work_us` the cost of the runs before. `prefetch` is in
+    the order of first reads, `sent` in the order of starts, `queue` a heap, and `offloaded` lists
+    tensors.
 
     `home_copies` is `planner.core.problem.Homes.copies`.
     """
