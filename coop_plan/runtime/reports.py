@@ -2,7 +2,7 @@
 
 import html
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from coop_plan.planner.inspect.buffers import replay_plan
 from coop_plan.schemas import Graph, Plan, format_bytes
@@ -19,8 +19,7 @@ class ScalarWriter(Protocol):
         """Write one number."""
 
 
-@dataclass(frozen=True)
-class CopySpan:
+class CopySpan(NamedTuple):
     """Time span of a transfer, µs of `time.perf_counter`; to the host (`away`) or back."""
 
     buffer: int
@@ -95,6 +94,8 @@ class StepReport:
     measured_prefetch_stall_us: float = 0.0
     """Waits of the last step's ops for transfers to the host, and for transfers from it; like the
     times of ops, on the CPU without waits for a processor that another process has."""
+    measured_copies_us: float = 0.0
+    """CPU time of the last step in starts of copies and in waits, without `stall`s."""
     measured_host_us: float = 0.0
     """Time in the last step's updates on the host, µs."""
     measured_host_stall_us: float = 0.0
@@ -104,11 +105,15 @@ class StepReport:
 
     @property
     def measured_makespan_us(self) -> float | None:
-        """Time of the last step in ops and in waits, µs; `plan.cost_us` is the planned time."""
+        """Time of the last step in ops, starts of copies and waits, µs.
+
+        `plan.cost_us` is the planned time.
+        """
         if self.last_step_us is None:
             return None
         stalls = self.measured_offload_stall_us + self.measured_prefetch_stall_us
-        return self.last_step_us + stalls + self.measured_host_stall_us
+        stalls += self.measured_host_stall_us
+        return self.last_step_us + self.measured_copies_us + stalls
 
     @property
     def planned_host_us(self) -> float:

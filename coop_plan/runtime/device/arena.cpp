@@ -137,9 +137,8 @@ at::DataPtr cuda_allocate(void* self, size_t size) {
   return data;
 }
 
-// Ends the interval of the ops so far and begins one of `next`: 0 for first computations, 1 for
-// recomputations, -1 for anything else. It counts the thread's CPU time, as profiles do, so that
-// other processes do not change it.
+// Ends the interval of one kind of time and begins one of `next`. It counts the thread's CPU time, as
+// profiles do, so that other processes do not change it.
 void time_as(int next) {
   if (next == timed_class) return;
   timespec now;
@@ -332,11 +331,11 @@ PyObject* take_over(PyObject*, PyObject* args) {
 }
 
 PyObject* program_create(PyObject*, PyObject* args) {
-  const char *first, *sizes, *offsets, *again;
-  Py_ssize_t n_first, n_sizes, n_offsets, n_again;
+  const char *first, *sizes, *offsets, *kinds;
+  Py_ssize_t n_first, n_sizes, n_offsets, n_kinds;
   int smaller;
   if (!PyArg_ParseTuple(args, "y#y#y#y#p", &first, &n_first, &sizes, &n_sizes, &offsets, &n_offsets,
-                        &again, &n_again, &smaller)) {
+                        &kinds, &n_kinds, &smaller)) {
     return nullptr;
   }
   auto* program = new Program();
@@ -348,7 +347,7 @@ PyObject* program_create(PyObject*, PyObject* args) {
     program->slots.push_back({reinterpret_cast<const int64_t*>(sizes)[i],
                               reinterpret_cast<const int64_t*>(offsets)[i]});
   }
-  program->recomputed.assign(again, again + n_again);
+  program->kinds.assign(kinds, kinds + n_kinds);
   program->timed_out.assign(slots, 0);
   {
     std::lock_guard<std::mutex> lock(mutex);
@@ -419,7 +418,7 @@ PyObject* begin(PyObject*, PyObject* args) {
     active->outside = active->pytorch_bytes = 0;
     active->conflict_slot = active->conflicting_slot = -1;
     active->conflicting_bytes = 0;
-    active->elapsed_us[0] = active->elapsed_us[1] = 0;
+    for (double& each : active->elapsed_us) each = 0;
   }
   inside_op = false;
   timed_class = -1;
@@ -433,12 +432,18 @@ PyObject* enter(PyObject*, PyObject* number) {
   cursor = program.slots.data() + program.first[k];
   limit = program.slots.data() + program.first[k + 1];
   inside_op = true;
-  time_as(program.recomputed[k]);
+  time_as(program.kinds[k]);
   Py_RETURN_NONE;
 }
 
 PyObject* pause(PyObject*, PyObject*) {
   time_as(-1);
+  inside_op = false;
+  Py_RETURN_NONE;
+}
+
+PyObject* pause_for_copy(PyObject*, PyObject*) {
+  time_as(kCopies);
   inside_op = false;
   Py_RETURN_NONE;
 }
@@ -509,10 +514,11 @@ PyObject* counters(PyObject*, PyObject* handle) {
   const Run* run = as<Run>(handle);
   const Window& window = run->window;
   const int64_t bytes = run->arena_bytes < 0 ? window.peak : run->arena_bytes + run->pytorch_bytes;
-  return Py_BuildValue("LLLLddLLLsLLL", static_cast<long long>(run->high_water),
+  return Py_BuildValue("LLLLdddLLLsLLL", static_cast<long long>(run->high_water),
                        static_cast<long long>(run->outside), static_cast<long long>(bytes),
                        static_cast<long long>(window.before), run->elapsed_us[0],
-                       run->elapsed_us[1], static_cast<long long>(window.stray_count),
+                       run->elapsed_us[1], run->elapsed_us[kCopies],
+                       static_cast<long long>(window.stray_count),
                        static_cast<long long>(window.stray_bytes),
                        static_cast<long long>(window.largest.size), window.largest.line.c_str(),
                        static_cast<long long>(run->conflict_slot),
@@ -631,7 +637,7 @@ PyMethodDef methods[] = {
      "(storage, storage): exchange the memory of two c10::StorageImpl."},
     {"take_over", take_over, METH_VARARGS,
      "(storage, slice of a storage) -> True if a file gave its memory, to one tensor."},
-    {"program_create", program_create, METH_VARARGS, "(first, sizes, offsets, again, smaller) -> handle"},
+    {"program_create", program_create, METH_VARARGS, "(first, sizes, offsets, kinds, smaller) -> handle"},
     {"program_destroy", program_destroy, METH_O, "Free a program."},
     {"run_create", run_create, METH_O, "(program) -> handle of one call of it"},
     {"run_destroy", run_destroy, METH_O, "Free a run."},
@@ -648,10 +654,11 @@ PyMethodDef methods[] = {
      "(run, memory, its bytes, fresh, watch): enter the arena in this thread."},
     {"enter", enter, METH_O, "(k): the next op is occurrence k."},
     {"pause", pause, METH_NOARGS, "End the current op."},
+    {"pause_for_copy", pause_for_copy, METH_NOARGS, "End the current op; a copy follows."},
     {"leave", leave, METH_NOARGS, "Leave the arena, or return to that of the enclosing run."},
     {"counters", counters, METH_O,
      "(run) -> high water, outside bytes, peak of the step, bytes before it, compute us,"
-     " recompute us, count and bytes of strays at the peak, bytes and line of the largest, the first"
+     " recompute us, copies us, count and bytes of strays at the peak, bytes and line of the largest, the first"
      " occupied slot, the slot of the tensor in it (-1: of another step), its bytes"},
     {"node_owners", node_owners, METH_O, "(C++ autograd node) -> its reference count"},
     {"window_open", window_open, METH_NOARGS, "-> handle of a window of this thread"},

@@ -41,6 +41,7 @@ struct Slot {
 };
 
 constexpr int kCpu = -1;  // device index of CPU memory
+constexpr int kCopies = 2;  // kind of time; 0: first computations, 1: recomputations, -1: other
 constexpr int64_t kBorrowed = -1;
 constexpr int64_t kDeviceAlignment = 512;  // of allocations from a loan
 constexpr int kMaxPolls = 300;  // polls, 100 µs apart, for a slot to become free
@@ -71,7 +72,7 @@ struct Program {
   int64_t number = 0;
   std::vector<int64_t> first;  // occurrence k owns slots [first[k], first[k + 1])
   std::vector<Slot> slots;
-  std::vector<uint8_t> recomputed;  // occurrence k is a recomputation
+  std::vector<uint8_t> kinds;       // kind of time of occurrence k
   std::vector<uint8_t> timed_out;   // the last wait for slot k timed out; guarded by mutex
   bool smaller = false;  // slots also serve smaller allocations
 };
@@ -94,7 +95,7 @@ struct Run {
   int64_t pytorch_bytes = 0;  // bytes that PyTorch's CUDA allocator served to the ops
   Window window;
   std::vector<uint8_t> elsewhere;   // slots that PyTorch's allocator serves in this run
-  double elapsed_us[2] = {0, 0};  // first computations, recomputations
+  double elapsed_us[kCopies + 1] = {};  // by kind of time
 };
 
 constexpr int64_t kPage = 4096;

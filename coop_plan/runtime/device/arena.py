@@ -17,6 +17,9 @@ from coop_plan.runtime.torch_internals.ops import storage_object, storage_refere
 SERVED_OUTSIDE = -1
 """Offset of a slot that PyTorch's allocator serves: for an output that outlives the step."""
 
+COPIES = 2
+"""Kind of time of an occurrence that starts a copy; 0: a first computation, 1: a recomputation."""
+
 Slots = Sequence[tuple[int, int]]
 """Slots of one op occurrence: (bytes, offset in the arena or `SERVED_OUTSIDE`) per allocation."""
 
@@ -30,7 +33,8 @@ class Counters:
         outside_bytes: allocations of ops that were not served as planned.
         process_bytes: peak of the step's thread, the whole arena included, above `before_bytes`.
         before_bytes: bytes of the process before the step.
-        compute_us, recompute_us: CPU time of the thread in first computations and recomputations.
+        compute_us, recompute_us, copies_us: CPU time of the thread in first computations, in
+            recomputations, and in starts of copies and waits for them.
         stray_count, stray_bytes: live allocations outside the plan at the peak, if the step is
             watched.
         largest_bytes, largest_line: the largest of them, and the user's line that made it.
@@ -45,6 +49,7 @@ class Counters:
     before_bytes: int
     compute_us: float
     recompute_us: float
+    copies_us: float
     stray_count: int
     stray_bytes: int
     largest_bytes: int
@@ -257,7 +262,7 @@ def _free_blocks(ext: Any) -> None:
 class Arena:
     """The slots of each op occurrence of a step, in `size` bytes.
 
-    `recomputed` marks the recomputations. `device` is the index of a CUDA device, None for the CPU.
+    `kinds` has the kind of time of each occurrence (`COPIES`). `device` is the index of a CUDA device, None for the CPU.
     A slot serves allocations of its size, or also `smaller` ones.
     """
 
@@ -265,7 +270,7 @@ class Arena:
         self,
         size: int,
         program: Sequence[Slots],
-        recomputed: Sequence[bool],
+        kinds: Sequence[int],
         device: int | None = None,
         *,
         smaller: bool = False,
@@ -282,11 +287,12 @@ class Arena:
             first.tobytes(),
             np.ascontiguousarray(flat[:, 0]).tobytes(),
             np.ascontiguousarray(flat[:, 1]).tobytes(),
-            bytes(int(flag) for flag in recomputed),
+            bytes(kinds),
             smaller,
         )
         self.enter = self._ext.enter
         self.pause = self._ext.pause
+        self.pause_for_copy = self._ext.pause_for_copy
         self.leave = self._ext.leave
 
     def occurrence(self, slot: int) -> int:

@@ -36,11 +36,8 @@ PROBES = 5
 """Number of timed copies; the shortest counts."""
 
 
-class CopyHandle(NamedTuple):
-    """A submitted copy: its direction, and its identifier in the engine."""
-
-    direction: int
-    name: Any
+CopyHandle = Any
+"""Identifier of a submitted copy, unique among those that are not waited for yet."""
 
 
 class CopyTiming(NamedTuple):
@@ -59,7 +56,7 @@ class CopyEngines:
 
     def __init__(self) -> None:
         self._slab: torch.Tensor | None = None
-        self._submitted: dict[CopyHandle, tuple[Sequence[torch.UntypedStorage], torch.Tensor]] = {}
+        self._submitted: dict[CopyHandle, object] = {}
 
     def __del__(self) -> None:
         self.finish()
@@ -72,23 +69,15 @@ class CopyEngines:
         return self._slab
 
     def copy(
-        self,
-        direction: int,
-        storages: Sequence[torch.UntypedStorage],
-        slab: torch.Tensor,
-        offset: int,
-        min_us: float,
+        self, direction: int, address: int, host: int, size: int, min_us: float, kept: object
     ) -> CopyHandle:
-        """Submit a copy to, or from, an offset of a slab: from the first storage to the last's end.
+        """Submit a copy of `size` bytes between two addresses, the second one in a slab.
 
-        On the CPU it takes at least `min_us`. Storages and slab are kept alive until `wait`.
+        On the CPU it takes at least `min_us`. What has the memory is `kept` alive until `wait`.
         """
-        tensor, host = storages[0].data_ptr(), slab.data_ptr() + offset
-        size = storages[-1].data_ptr() + storages[-1].nbytes() - tensor
-        target, source = (host, tensor) if direction == TO_HOST else (tensor, host)
-        name = self._begin(direction, target, source, size, min_us)
-        handle = CopyHandle(direction, name)
-        self._submitted[handle] = storages, slab
+        target, source = (host, address) if direction == TO_HOST else (address, host)
+        handle = self._begin(direction, target, source, size, min_us)
+        self._submitted[handle] = kept
         return handle
 
     def wait(self, handle: CopyHandle) -> CopyTiming | None:
@@ -118,8 +107,10 @@ class CopyEngines:
     def _new_slab(self, size: int) -> torch.Tensor:
         raise NotImplementedError
 
-    def _begin(self, direction: int, target: int, source: int, size: int, min_us: float) -> Any:
-        """Submit a copy between two addresses; returns its identifier."""
+    def _begin(
+        self, direction: int, target: int, source: int, size: int, min_us: float
+    ) -> CopyHandle:
+        """Submit a copy between two addresses."""
         raise NotImplementedError
 
     def _wait(self, handle: CopyHandle) -> CopyTiming | None:
@@ -142,18 +133,17 @@ class CpuCopyEngines(CopyEngines):
         return engine, build.copy_engines().ask(engine, target, source, size, min_us)
 
     def _wait(self, handle: CopyHandle) -> CopyTiming:
-        engine, number = handle.name
+        engine, number = handle
         if engine not in cpu_engines():
             raise RuntimeError("the copy was submitted before this process was forked")
         return CopyTiming(*build.copy_engines().wait(engine, number))
 
     def wait_on_host(self, handle: CopyHandle) -> Callable[[], CopyTiming]:
-        build.copy_engines().share(*handle.name)
+        build.copy_engines().share(*handle)
         return functools.partial(self._wait, handle)
 
     def _finish(self) -> None:
-        for handle in self._submitted:
-            engine, number = handle.name
+        for engine, number in self._submitted:
             if engine in cpu_engines():
                 build.copy_engines().finish(engine, number)
 
@@ -215,10 +205,9 @@ class CudaCopyEngines(CopyEngines):
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
     def _wait(self, handle: CopyHandle) -> None:
-        _cuda_extension().cuda_wait(self._current(), handle.name)
-        _spare_events(self._device).append(
-            handle.name
-        )  # reusable: the wait refers to the last record
+        _cuda_extension().cuda_wait(self._current(), handle)
+        # Reusable: the wait refers to the last record.
+        _spare_events(self._device).append(handle)
 
     def _finish(self) -> None:
         for handle in self._submitted:

@@ -9,13 +9,13 @@ from coop_plan.runtime.capture.custom_ops import BOXED_KERNELS
 from coop_plan.runtime.capture.graph_builder import UPDATE, device_of, write_input
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.device import cuda
-from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Slots, aligned
+from coop_plan.runtime.device.arena import COPIES, SERVED_OUTSIDE, Arena, Slots, aligned
 from coop_plan.runtime.execute.gap import arena_for_loans
 from coop_plan.runtime.execute.lower_to_fx import OCCURRENCE, SharedPlaces, shared_places, split
 from coop_plan.runtime.execute.plan_index import Buffer, PlanIndex
 from coop_plan.runtime.execute.rng_state import Generator, default_generator
 from coop_plan.runtime.execute.straight_line import straight_line
-from coop_plan.runtime.execute.transfers import TransferProgram, TransferRunner
+from coop_plan.runtime.execute.transfers import TransferProgram, TransferRunner, starts_of
 from coop_plan.runtime.gradients.capture_adjust import GRADIENT_SINKS, accumulate, hand_over
 from coop_plan.runtime.op_profile import part_offsets
 from coop_plan.schemas import Compute, Plan
@@ -87,7 +87,7 @@ class CompiledPlan:
         self.arena = Arena(
             plan.arena_bytes,
             [*program, *prefetched],
-            [*self._again, *(False for _ in prefetched)],
+            [*map(int, self._again), *(COPIES for _ in prefetched)],
             captured.device.index,
             smaller=captured.any_sizes,
         )
@@ -100,9 +100,9 @@ class CompiledPlan:
         self._program: TransferProgram | None = None
         if index.transfers:
             device = captured.graph.device.with_link(plan.link_bytes_per_s)
-            host = plan.host_arena_bytes
+            starts = starts_of(index.transfers, len(steps), device)
             self._program = TransferProgram(
-                *(index.transfers, host, self.arena, len(steps), device, captured.device)
+                starts, plan.host_arena_bytes, self.arena, captured.device
             )
         halves = split(captured, plan, index, over)
         self.saved_inputs = halves.saved_inputs

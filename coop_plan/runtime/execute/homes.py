@@ -69,11 +69,21 @@ def have_home(states: Sequence[torch.UntypedStorage], parts: Sequence[int]) -> b
 
 @dataclass(frozen=True)
 class _Home:
-    """A home at `offset` in the slab; `present` has the storages in it by their offset there."""
+    """A home at `offset` in the slab; `present` has the storages in it by their offset there.
+
+    `parts` are the offsets in the slab and the bytes of these, ascending.
+    """
 
     offset: int
     resident: Resident
     present: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    parts: list[tuple[int, int]] = field(default_factory=list)
+
+    def place(self, placed: Mapping[int, torch.UntypedStorage]) -> None:
+        """Let these storages be in the home."""
+        self.present.clear()
+        self.present.update(sorted(placed.items()))
+        self.parts[:] = [(self.offset + at, one.nbytes()) for at, one in self.present.items()]
 
 
 class Homes:
@@ -159,8 +169,7 @@ class Homes:
             del free[found]
             _move(storage, self.memory(home.offset + found, storage.nbytes()))
             placed[found] = storage
-        home.present.clear()
-        home.present.update(placed)
+        home.place(placed)
 
     def memory(self, offset: int, size: int) -> torch.Tensor:
         """Bytes of the slab, which they keep alive."""
@@ -179,8 +188,7 @@ class Homes:
 
     def parts_of(self, tensor: int) -> list[tuple[int, int]]:
         """Offset in the slab and bytes of each part of a tensor's home that has a storage."""
-        home = self._homes[tensor]
-        return [(home.offset + at, home.present[at].nbytes()) for at in sorted(home.present)]
+        return self._homes[tensor].parts
 
     @contextmanager
     def exchanged(self, copies: Mapping[int, Copy]) -> Iterator[None]:
@@ -190,8 +198,7 @@ class Homes:
         """
         pairs = []
         for tensor, copy in copies.items():
-            home = self._homes[tensor]
-            present = [home.present[at] for at in sorted(home.present)]
+            present = self._homes[tensor].present.values()
             pairs += list(zip(present, (part.untyped_storage() for part in copy), strict=True))
         for first, second in pairs:
             exchange_memory(first, second)
@@ -211,11 +218,11 @@ class Homes:
         made = sorted(home.resident.storages(), key=lambda storage: storage.data_ptr())
         if [storage.nbytes() for storage in made] != list(home.resident.parts):
             return  # of an update that failed, or of other sizes, which `begin` refuses
-        for at, storage in zip(part_offsets(home.resident.parts), made, strict=True):
+        home.place(dict(zip(part_offsets(home.resident.parts), made, strict=True)))
+        for at, storage in home.present.items():
             memory = self.memory(home.offset + at, storage.nbytes())
             exchange_memory(storage, memory.untyped_storage())
             copy.append(memory)
-            home.present[at] = storage
 
     def saved(self, tensor: int) -> None:
         """Note that a tensor's copy was written to its home."""

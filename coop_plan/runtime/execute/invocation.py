@@ -19,7 +19,6 @@ from coop_plan.runtime.device.arena import Memory, Run, counted_bytes
 from coop_plan.runtime.errors import StepSpentError
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.drawing_graph import DrawingGraph
-from coop_plan.runtime.execute.homes import Copy
 from coop_plan.runtime.execute.host_updates import Copied, HostUpdates
 from coop_plan.runtime.execute.rng_state import Generator
 from coop_plan.runtime.execute.transfers import Layout
@@ -270,25 +269,10 @@ class Invocation:
             generator.set(state)
             self._interrupted = None
 
-    def offload(self, number: int, tensor: torch.Tensor | Copy) -> None:
-        """Start transfer `number` of the plan, a copy of the tensor's storage to the host."""
-        assert self.transfers is not None
-        self.transfers.offload(number, tensor)
-
-    def prefetch(self, number: int) -> torch.Tensor | Copy:
-        """Start transfer `number`; the tensor returned may be read after the wait for it."""
-        assert self.transfers is not None
-        return self.transfers.prefetch(number)
-
     def update_on_host(self, position: int, number: int, layout: Layout) -> None:
         """Start an update on the host by the gradient that transfer `number` copies there."""
         assert self.transfers is not None
         self.updates_on_host[position](self.transfers.at_host(number, layout))
-
-    def wait(self, number: int) -> None:
-        """Wait for transfer `number`."""
-        assert self.transfers is not None
-        self.transfers.wait(number)
 
 
 def _drop(number: int) -> None:

@@ -268,12 +268,12 @@ class _Half:
     def transfer(self, step: Offload | Prefetch | Wait, number: int) -> None:
         """Start transfer `number` of the plan, or wait for it."""
         if isinstance(step, Wait):
-            self.graph.call_method("wait", (self._invocation, number))
+            self.graph.call_method("transfers.wait", (self._invocation, number))
         elif isinstance(step, Offload):
             source = self.tensor(("buffer", step.buffer))
-            self.graph.call_method("offload", (self._invocation, number, source))
+            self.graph.call_method("transfers.offload", (self._invocation, number, source))
         else:
-            node = self.graph.call_method("prefetch", (self._invocation, number))
+            node = self.graph.call_method("transfers.prefetch", (self._invocation, number))
             if step.from_ is None:  # no op takes a list of it apart
                 self._tensors["buffer", step.buffer] = node
                 return

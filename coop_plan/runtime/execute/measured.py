@@ -39,6 +39,7 @@ def note_counters(
     if (host := invocation.host) is not None:
         report.measured_host_us, report.measured_host_stall_us = host.busy_us, host.stall_us
     if not on_cuda:
+        report.measured_copies_us = counters.copies_us
         stalls = (0.0, 0.0) if copies is None else copies.stall_us
         note_times(report, counters.compute_us, counters.recompute_us, stalls)
     if copies is not None:

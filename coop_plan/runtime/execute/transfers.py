@@ -4,9 +4,8 @@ A prefetched tensor is a new one at its planned address, with the dtype, sizes a
 tensor that was offloaded, or of the parameter whose home is read.
 """
 
-import functools
-import itertools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -26,24 +25,46 @@ from coop_plan.runtime.execute.plan_index import Transfer
 from coop_plan.runtime.reports import CopySpan
 from coop_plan.schemas import Device
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 Layout = tuple[torch.dtype, int | torch.SymInt, Sequence[int], Sequence[int]]
 """Dtype, storage offset, sizes and strides of a tensor."""
 
+Part = tuple[int, int, int]
+"""Part of a transfer: its address, its offset in the slab, and its bytes."""
+
+
+class Start(NamedTuple):
+    """A transfer as it is started: at least `least_us`; a prefetch has an `occurrence`."""
+
+    transfer: Transfer
+    direction: int
+    least_us: float
+    occurrence: int
+
+
+def starts_of(transfers: Sequence[Transfer], first_occurrence: int, device: Device) -> list[Start]:
+    """Starts of the transfers of a plan, in order, on a device with these bandwidths.
+
+    `first_occurrence` is the arena's occurrence for the first prefetch; the others follow.
+    """
+    found, occurrence = [], first_occurrence
+    for moved in transfers:
+        rate = device.d2h_bytes_per_s if moved.to_host else device.h2d_bytes_per_s
+        least_us = device.copy_latency_us + moved.buffer.bytes / rate * 1e6
+        direction = TO_HOST if moved.to_host else FROM_HOST
+        found.append(Start(moved, direction, least_us, occurrence))
+        occurrence += not moved.to_host
+    return found
+
 
 class TransferProgram(NamedTuple):
-    """The transfers of a plan and all that their execution depends on.
+    """The transfers of a plan and all that their execution depends on."""
 
-    `first_occurrence` is the arena's occurrence for the first prefetch; the others follow. `device`
-    has the bandwidths; tensors are on `torch_device`.
-    """
-
-    transfers: Sequence[Transfer]
+    starts: Sequence[Start]
     host_arena_bytes: int
     arena: Arena
-    first_occurrence: int
-    device: Device
     torch_device: torch.device
 
 
@@ -51,16 +72,8 @@ class TransferRunner:
     """Executes the transfers of one invocation; `clock` is given on CUDA."""
 
     def __init__(self, program: TransferProgram, clock: Clock | None) -> None:
-        self._transfers = program.transfers
-        self._host_arena_bytes = program.host_arena_bytes
-        self._arena, self._device, self._clock = program.arena, program.torch_device, clock
-        prefetches = [i for i, moved in enumerate(self._transfers) if not moved.to_host]
-        self._occurrence = {i: program.first_occurrence + k for k, i in enumerate(prefetches)}
-        rates = {TO_HOST: program.device.d2h_bytes_per_s, FROM_HOST: program.device.h2d_bytes_per_s}
-        self._minimum_us = [
-            program.device.copy_latency_us + moved.buffer.bytes / rates[_direction(moved)] * 1e6
-            for moved in self._transfers
-        ]
+        self._starts, self._host_arena_bytes, arena, self._device = program
+        self._enter, self._pause, self._clock = arena.enter, arena.pause_for_copy, clock
         self._engines: CopyEngines | None = None
         self._slab: torch.Tensor | None = None
         self._homes: Homes | None = None
@@ -81,6 +94,8 @@ class TransferRunner:
         self.abandon()
         self._homes = homes
         self._slab = self._engines.reserve(self._host_arena_bytes) if homes is None else homes.slab
+        assert self._slab is not None
+        self._host = self._slab.data_ptr()
         self.stall_us = [0.0, 0.0]
         self.spans = []
         self.host_high_water = 0 if homes is None else homes.end
@@ -106,64 +121,68 @@ class TransferRunner:
 
     def offload(self, number: int, tensor: torch.Tensor | Copy) -> None:
         """Start transfer `number`: the whole storage is copied to the host."""
-        self._arena.pause()
-        moved = self._transfers[number]
+        self._pause()
+        moved = self._starts[number].transfer
         if moved.is_home:
             self._begin_home(number, [tensor] if isinstance(tensor, torch.Tensor) else tensor)
             return
         assert isinstance(tensor, torch.Tensor)
         storage = tensor.untyped_storage()
-        if storage.nbytes() > moved.buffer.bytes:
+        size = storage.nbytes()
+        if size > moved.buffer.bytes:
             raise CopyError(
-                f"offload {number}: buffer {moved.buffer.id} has {storage.nbytes()} bytes and was"
-                f" planned with {moved.buffer.bytes}"
+                f"offload {number}: buffer {moved.buffer.id} has {size} bytes and was planned with"
+                f" {moved.buffer.bytes}"
             )
         self._layouts[number] = (
             *(tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()),
         )
-        self._begin(number, [storage], [moved.host_offset])
+        self._begin(number, [(storage.data_ptr(), moved.host_offset, size)], storage)
 
     def prefetch(self, number: int) -> torch.Tensor | Copy:
         """Start transfer `number`; the tensor may be read after the wait for it.
 
         Of the states of an optimizer, it is a list of their storages' bytes.
         """
-        self._arena.enter(self._occurrence[number])
-        moved = self._transfers[number]
+        start = self._starts[number]
+        self._enter(start.occurrence)
+        moved = start.transfer
         if moved.is_home:
-            return self._prefetch_home(number)
-        memory = torch.empty(moved.buffer.bytes, dtype=torch.uint8, device=self._device)
-        self._arena.pause()
+            return self._prefetch_home(number, moved.buffer.tensor)
+        size = moved.buffer.bytes
+        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._pause()
         assert moved.source is not None
-        dtype, offset, size, stride = self._layouts[moved.source]
+        dtype, offset, *layout = self._layouts[moved.source]
         storage = memory.untyped_storage()
-        self._begin(number, [storage], [moved.host_offset])
+        self._begin(number, [(storage.data_ptr(), moved.host_offset, size)], storage)
         tensor = torch.empty(0, dtype=dtype, device=self._device)
-        return tensor.set_(storage, offset, size, stride)
+        return tensor.set_(storage, offset, *layout)
 
-    def _prefetch_home(self, number: int) -> torch.Tensor | Copy:
+    def _prefetch_home(self, number: int, tensor: int) -> torch.Tensor | Copy:
         """Start a copy of a home; a parameter's has its layout."""
         assert self._homes is not None
-        tensor = self._transfers[number].buffer.tensor
-        made = [
-            torch.empty(size, dtype=torch.uint8, device=self._device)
-            for _, size in self._homes.parts_of(tensor)
-        ]
-        self._arena.pause()
-        self._begin_home(number, made)
         like = self._homes.parameter(tensor)
         if like is None:
+            made = [
+                torch.empty(size, dtype=torch.uint8, device=self._device)
+                for _, size in self._homes.parts_of(tensor)
+            ]
+            self._pause()
+            self._begin_home(number, made)
             return made
-        (memory,) = made
-        plain = torch.empty(0, dtype=like.dtype, device=self._device)
-        return plain.set_(memory.untyped_storage(), 0, like.size(), like.stride())
+        layout = like.size(), like.stride()
+        copy = torch.empty_strided(*layout, dtype=like.dtype, device=self._device)
+        self._pause()
+        self._begin_home(number, [copy])
+        return copy
 
     def _begin_home(self, number: int, copy: Copy) -> None:
         """Start the copy of a home's parts, from or to their copy."""
         assert self._homes is not None
-        parts = self._homes.parts_of(self._transfers[number].buffer.tensor)
-        storages = [part.untyped_storage() for part in copy]
-        self._begin(number, storages, [offset for offset, _ in parts])
+        homes = self._homes.parts_of(self._starts[number].transfer.buffer.tensor)
+        parts = [(part.data_ptr(), *home) for part, home in zip(copy, homes, strict=True)]
+        self._begin(number, parts, [part.untyped_storage() for part in copy])
 
     def at_host(self, number: int, layout: Layout) -> Callable[[], tuple[torch.Tensor, float]]:
         """A wait of another thread for transfer `number`, an offload.
@@ -173,76 +192,73 @@ class TransferRunner:
         Raises:
             CopyError: by the wait, if the transfer failed.
         """
-        self._arena.pause()
+        self._pause()
         assert self._homes is not None
-        moved = self._transfers[number]
+        moved = self._starts[number].transfer
         memory = self._homes.memory(moved.host_offset, moved.buffer.bytes)
         dtype, offset, size, stride = layout
         copy = torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), offset, size, stride)
         waits = [self._running_engines.wait_on_host(one) for one in self._handles.get(number, ())]
 
         def copied() -> tuple[torch.Tensor, float]:
-            return copy, sum(_completed(wait).waited_us for wait in waits)
+            return copy, sum(timing.waited_us for timing in _completed(operator.call, waits))
 
         return copied
 
     def wait(self, number: int) -> None:
         """Let later ops wait for transfer `number`."""
-        self._arena.pause()
-        moved = self._transfers[number]
-        direction = _direction(moved)
-        copies = []
-        for handle in self._handles.pop(number, ()):
-            if self._clock is not None:
-                with self._clock.waiting(direction):
-                    self._running_engines.wait(handle)
-                continue
-            copies.append(_completed(functools.partial(self._running_engines.wait, handle)))
+        self._pause()
+        moved, direction, *_ = self._starts[number]
+        handles = self._handles.pop(number, ())
+        if self._clock is not None:
+            with self._clock.waiting(direction):
+                _completed(self._running_engines.wait, handles)
+        else:
+            timed = _completed(self._running_engines.wait, handles)
+            self.stall_us[direction] += sum(copied.waited_us for copied in timed)
+            if timed:
+                times = timed[0].begin_us, timed[-1].end_us
+                buffer = moved.buffer
+                self.spans.append(CopySpan(buffer.id, buffer.bytes, moved.to_host, *times))
         if moved.is_home and moved.to_host:
             assert self._homes is not None
             self._homes.saved(moved.buffer.tensor)
-        timed = [copied for copied in copies if copied is not None]
-        if timed:
-            self.stall_us[direction] += sum(copied.waited_us for copied in timed)
-            buffer, times = moved.buffer, (timed[0].begin_us, timed[-1].end_us)
-            self.spans.append(CopySpan(buffer.id, buffer.bytes, moved.to_host, *times))
 
     @property
     def _running_engines(self) -> CopyEngines:
         assert self._engines is not None
         return self._engines
 
-    def _begin(
-        self, number: int, storages: Sequence[torch.UntypedStorage], offsets: Sequence[int]
-    ) -> None:
-        """Start the copies of storages, which share the time of the transfer, at host offsets.
+    def _begin(self, number: int, parts: Sequence[Part], kept: object) -> None:
+        """Start the copies of a transfer's parts, which share its time, in order of the slab.
 
-        Neighbours that have the distance of their offsets are one copy.
+        Neighbours that have the distance of their offsets are one copy. `kept` has the memory.
         """
-        if not storages:
-            return
-        assert self._slab is not None
-        moved = self._transfers[number]
+        moved, direction, least_us, _ = self._starts[number]
         self.host_high_water = max(self.host_high_water, moved.host_offset + moved.buffer.bytes)
-        self._handles[number] = handles = []
-        pairs = zip(storages, offsets, strict=True)
-        for _, run in itertools.groupby(pairs, lambda pair: pair[0].data_ptr() - pair[1]):
-            parts, places = zip(*run, strict=True)
-            least_us = self._minimum_us[number] * len(parts) / len(storages)
-            handles.append(
-                self._running_engines.copy(
-                    _direction(moved), parts, self._slab, places[0], least_us
-                )
+        runs: list[tuple[int, int, int, int]] = []
+        for address, offset, size in parts:
+            if runs and address - offset == runs[-1][0] - runs[-1][1]:
+                begin, first, _, count = runs[-1]
+                runs[-1] = begin, first, offset + size - first, count + 1
+            else:
+                runs.append((address, offset, size, 1))
+        self._handles[number] = [
+            self._running_engines.copy(
+                direction,
+                begin,
+                self._host + first,
+                size,
+                least_us * count / len(parts),
+                (kept, self._slab),
             )
+            for begin, first, size, count in runs
+        ]
 
 
-def _completed(wait: Callable[[], T]) -> T:
-    """Wait for a copy."""
+def _completed(wait: Callable[[S], T], copies: Iterable[S]) -> list[T]:
+    """Wait for copies."""
     try:
-        return wait()
+        return [wait(one) for one in copies]
     except RuntimeError as error:
         raise CopyError(str(error)) from error
-
-
-def _direction(moved: Transfer) -> int:
-    return TO_HOST if moved.to_host else FROM_HOST
