@@ -36,12 +36,19 @@ Part = tuple[int, int, int]
 
 
 class Start(NamedTuple):
-    """A transfer as it is started: at least `least_us`; a prefetch has an `occurrence`."""
+    """A transfer as it is started, in at least `least_us`; a prefetch has an `occurrence`.
 
-    transfer: Transfer
+    `home` is the tensor id of the resident whose home is read or written, None for a buffer.
+    """
+
     direction: int
     least_us: float
     occurrence: int
+    home: int | None
+    source: int | None
+    host_offset: int
+    bytes: int
+    buffer: int
 
 
 def starts_of(transfers: Sequence[Transfer], first_occurrence: int, device: Device) -> list[Start]:
@@ -51,10 +58,13 @@ def starts_of(transfers: Sequence[Transfer], first_occurrence: int, device: Devi
     """
     found, occurrence = [], first_occurrence
     for moved in transfers:
+        buffer = moved.buffer
         rate = device.d2h_bytes_per_s if moved.to_host else device.h2d_bytes_per_s
-        least_us = device.copy_latency_us + moved.buffer.bytes / rate * 1e6
+        least_us = device.copy_latency_us + buffer.bytes / rate * 1e6
+        home = buffer.tensor if moved.is_home else None
+        place = moved.source, moved.host_offset, buffer.bytes, buffer.id
         direction = TO_HOST if moved.to_host else FROM_HOST
-        found.append(Start(moved, direction, least_us, occurrence))
+        found.append(Start(direction, least_us, occurrence, home, *place))
         occurrence += not moved.to_host
     return found
 
@@ -81,7 +91,7 @@ class TransferRunner:
         self._handles: dict[int, list[CopyHandle]] = {}
         self.stall_us = [0.0, 0.0]
         """Time spent in waits for offloads, and for prefetches."""
-        self.spans: list[CopySpan] = []
+        self._timed: list[tuple[int, float, float]] = []  # transfer, begin and end
         self.host_high_water = 0
 
     def begin(self, memory: Memory | None, homes: Homes | None = None) -> None:
@@ -97,7 +107,7 @@ class TransferRunner:
         assert self._slab is not None
         self._host = self._slab.data_ptr()
         self.stall_us = [0.0, 0.0]
-        self.spans = []
+        self._timed = []
         self.host_high_water = 0 if homes is None else homes.end
 
     def abandon(self) -> None:
@@ -119,70 +129,73 @@ class TransferRunner:
         self._running_engines.forget()
         self._handles.clear()
 
+    @property
+    def spans(self) -> list[CopySpan]:
+        """Time spans of the transfers that this thread waited for, on the CPU."""
+        moved = ((self._starts[number], *times) for number, *times in self._timed)
+        return [CopySpan(m.buffer, m.bytes, m.direction == TO_HOST, *times) for m, *times in moved]
+
     def offload(self, number: int, tensor: torch.Tensor | Copy) -> None:
         """Start transfer `number`: the whole storage is copied to the host."""
         self._pause()
-        moved = self._starts[number].transfer
-        if moved.is_home:
-            self._begin_home(number, [tensor] if isinstance(tensor, torch.Tensor) else tensor)
+        *_, home, _, host_offset, planned, buffer = self._starts[number]
+        if home is not None:
+            self._begin_home(number, home, [tensor] if isinstance(tensor, torch.Tensor) else tensor)
             return
         assert isinstance(tensor, torch.Tensor)
         storage = tensor.untyped_storage()
         size = storage.nbytes()
-        if size > moved.buffer.bytes:
+        if size > planned:
             raise CopyError(
-                f"offload {number}: buffer {moved.buffer.id} has {size} bytes and was planned with"
-                f" {moved.buffer.bytes}"
+                f"offload {number}: buffer {buffer} has {size} bytes and was planned with {planned}"
             )
         self._layouts[number] = (
             *(tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()),
         )
-        self._begin(number, [(storage.data_ptr(), moved.host_offset, size)], storage)
+        self._begin(number, [(storage.data_ptr(), host_offset, size)], storage)
 
     def prefetch(self, number: int) -> torch.Tensor | Copy:
         """Start transfer `number`; the tensor may be read after the wait for it.
 
         Of the states of an optimizer, it is a list of their storages' bytes.
         """
-        start = self._starts[number]
-        self._enter(start.occurrence)
-        moved = start.transfer
-        if moved.is_home:
-            return self._prefetch_home(number, moved.buffer.tensor)
-        size = moved.buffer.bytes
+        _, _, occurrence, home, source, host_offset, size, _ = self._starts[number]
+        self._enter(occurrence)
+        if home is not None:
+            return self._prefetch_home(number, home)
         memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._pause()
-        assert moved.source is not None
-        dtype, offset, *layout = self._layouts[moved.source]
+        assert source is not None
+        dtype, offset, *layout = self._layouts[source]
         storage = memory.untyped_storage()
-        self._begin(number, [(storage.data_ptr(), moved.host_offset, size)], storage)
+        self._begin(number, [(storage.data_ptr(), host_offset, size)], storage)
         tensor = torch.empty(0, dtype=dtype, device=self._device)
         return tensor.set_(storage, offset, *layout)
 
-    def _prefetch_home(self, number: int, tensor: int) -> torch.Tensor | Copy:
+    def _prefetch_home(self, number: int, home: int) -> torch.Tensor | Copy:
         """Start a copy of a home; a parameter's has its layout."""
         assert self._homes is not None
-        like = self._homes.parameter(tensor)
+        like = self._homes.parameter(home)
         if like is None:
             made = [
                 torch.empty(size, dtype=torch.uint8, device=self._device)
-                for _, size in self._homes.parts_of(tensor)
+                for _, size in self._homes.parts_of(home)
             ]
             self._pause()
-            self._begin_home(number, made)
+            self._begin_home(number, home, made)
             return made
         layout = like.size(), like.stride()
         copy = torch.empty_strided(*layout, dtype=like.dtype, device=self._device)
         self._pause()
-        self._begin_home(number, [copy])
+        self._begin_home(number, home, [copy])
         return copy
 
-    def _begin_home(self, number: int, copy: Copy) -> None:
+    def _begin_home(self, number: int, home: int, copy: Copy) -> None:
         """Start the copy of a home's parts, from or to their copy."""
         assert self._homes is not None
-        homes = self._homes.parts_of(self._starts[number].transfer.buffer.tensor)
-        parts = [(part.data_ptr(), *home) for part, home in zip(copy, homes, strict=True)]
-        self._begin(number, parts, [part.untyped_storage() for part in copy])
+        parts = self._homes.parts_of(home)
+        pairs = zip(copy, parts, strict=True)
+        self._begin(number, [(part.data_ptr(), *place) for part, place in pairs], copy)
 
     def at_host(self, number: int, layout: Layout) -> Callable[[], tuple[torch.Tensor, float]]:
         """A wait of another thread for transfer `number`, an offload.
@@ -194,8 +207,8 @@ class TransferRunner:
         """
         self._pause()
         assert self._homes is not None
-        moved = self._starts[number].transfer
-        memory = self._homes.memory(moved.host_offset, moved.buffer.bytes)
+        moved = self._starts[number]
+        memory = self._homes.memory(moved.host_offset, moved.bytes)
         dtype, offset, size, stride = layout
         copy = torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), offset, size, stride)
         waits = [self._running_engines.wait_on_host(one) for one in self._handles.get(number, ())]
@@ -208,21 +221,17 @@ class TransferRunner:
     def wait(self, number: int) -> None:
         """Let later ops wait for transfer `number`."""
         self._pause()
-        moved, direction, *_ = self._starts[number]
+        direction, _, _, home, *_ = self._starts[number]
         handles = self._handles.pop(number, ())
         if self._clock is not None:
             with self._clock.waiting(direction):
                 _completed(self._running_engines.wait, handles)
-        else:
-            timed = _completed(self._running_engines.wait, handles)
-            self.stall_us[direction] += sum(copied.waited_us for copied in timed)
-            if timed:
-                times = timed[0].begin_us, timed[-1].end_us
-                buffer = moved.buffer
-                self.spans.append(CopySpan(buffer.id, buffer.bytes, moved.to_host, *times))
-        if moved.is_home and moved.to_host:
+        elif timed := _completed(self._running_engines.wait, handles):
+            self.stall_us[direction] += sum([waited_us for waited_us, _, _ in timed])
+            self._timed.append((number, timed[0][1], timed[-1][2]))
+        if home is not None and direction == TO_HOST:
             assert self._homes is not None
-            self._homes.saved(moved.buffer.tensor)
+            self._homes.saved(home)
 
     @property
     def _running_engines(self) -> CopyEngines:
@@ -234,25 +243,18 @@ class TransferRunner:
 
         Neighbours that have the distance of their offsets are one copy. `kept` has the memory.
         """
-        moved, direction, least_us, _ = self._starts[number]
-        self.host_high_water = max(self.host_high_water, moved.host_offset + moved.buffer.bytes)
-        runs: list[tuple[int, int, int, int]] = []
+        direction, least_us, *_, host_offset, planned, _ = self._starts[number]
+        self.host_high_water = max(self.host_high_water, host_offset + planned)
+        runs: list[list[int]] = []
         for address, offset, size in parts:
             if runs and address - offset == runs[-1][0] - runs[-1][1]:
-                begin, first, _, count = runs[-1]
-                runs[-1] = begin, first, offset + size - first, count + 1
+                runs[-1][2:] = offset + size - runs[-1][1], runs[-1][3] + 1
             else:
-                runs.append((address, offset, size, 1))
+                runs.append([address, offset, size, 1])
+        begin, kept = self._running_engines.copy, (kept, self._slab)
         self._handles[number] = [
-            self._running_engines.copy(
-                direction,
-                begin,
-                self._host + first,
-                size,
-                least_us * count / len(parts),
-                (kept, self._slab),
-            )
-            for begin, first, size, count in runs
+            begin(direction, a, self._host + offset, size, least_us * count / len(parts), kept)
+            for a, offset, size, count in runs
         ]
 
 
