@@ -273,7 +273,7 @@ def test_an_op_is_timed_as_in_a_step(op_us, code_us, read, made, rate):
     order, arrival = [], (read + made) / rate
 
     def clock(run):
-        order.append("others" if run is op_timing._empty_caches else "op")
+        order.append("others" if run is op_timing.empty_caches else "op")
         if order[-1] == "others":
             return op_timing.CACHE_BYTES / rate
         return op_us + (code_us + arrival if order[-2:-1] == ["others"] else 0.0)
@@ -294,7 +294,7 @@ def test_emptying_the_caches_takes_no_memory():
     assert pages.nbytes == op_timing.CACHE_BYTES
     reset_peak()
     before = process_bytes()
-    op_timing._empty_caches()
+    op_timing.empty_caches()
     assert process_bytes() == before
     assert not pages.flags.owndata
     assert not pages.flags.writeable

@@ -33,6 +33,10 @@ MEASURING_SOURCES = (
     "device/cuda.py",
     "device/arena.*",
     "device/bernoulli.cpp",
+    "device/copy_engines.*",
+    "execute/launch_times.py",
+    "execute/straight_line.py",
+    "execute/transfers.py",
 )
 """Source files of the runtime that determine profiles and checks; their digest is in the key."""
 

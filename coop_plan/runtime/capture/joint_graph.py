@@ -5,6 +5,7 @@ Program order: the forward ops, then the backward ops, each in traced order.
 
 import contextlib
 import functools
+import json
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 from torch import fx
 
 from coop_plan.planner.progress import counted
-from coop_plan.runtime.cache.profiles import profile_session
+from coop_plan.runtime.cache.profiles import profile_session, session
 from coop_plan.runtime.capture.graph_builder import (
     SNAPSHOT,
     CostModel,
@@ -33,7 +34,9 @@ from coop_plan.runtime.distributed.collectives import (
     complete_collectives,
 )
 from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.execute.launch_times import measure_launches
 from coop_plan.runtime.op_profile import OpProfile
+from coop_plan.runtime.torch_internals.fakes import real_mode
 from coop_plan.runtime.torch_internals.joint_graphs import (
     checkpoint_of,
     is_primal,
@@ -48,6 +51,9 @@ GENERATOR_BYTES = 5056
 
 RUNTIME = "runtime"
 """Name of the tensor for the memory that the runtime itself allocates during a step."""
+
+LAUNCHES = "launches"
+"""Signature of the launch times in the cache of profiles."""
 
 SAVED_HANDLE_BYTES = 8
 """Size of the handle by which the backward finds its step (runtime.execute.planned_step)."""
@@ -178,6 +184,8 @@ def capture_joint(
         for add_variants in variants.additions if variants else ():
             add_variants(builder, table)
     device_document = _device_document(device) if model is None else model.device_document()
+    if cuda_graphs and device.type == "cuda":  # a replay launches nothing by itself
+        device_document |= {"launch_us": 0.0, "copy_launch_us": 0.0}
     if measured_on_cuda:
         torch.cuda.empty_cache()  # cached by PyTorch while profiling
     random = sum(op["rng"] for op in builder.op_fields)
@@ -300,10 +308,29 @@ def _hook_cuda_allocator() -> None:
 def _device_document(device: torch.device) -> dict[str, Any]:
     """The device entry of the graph document."""
     if device.type == "cpu":
-        return {"kind": "cpu", "name": torch.backends.cpu.get_cpu_capability()}
+        name = torch.backends.cpu.get_cpu_capability()
+        return {"kind": "cpu", "name": name, **_cpu_launches()}
     found = torch.cuda.get_device_properties(device)
     device_document = {"kind": "cuda", "name": found.name, "memory_bytes": found.total_memory}
     return device_document | _link(device)
+
+
+def _cpu_launches() -> dict[str, float]:
+    """Launch times of the CPU, from the cache of profiles or measured."""
+    cache = session()
+    record = None if cache is None else cache.get(LAUNCHES)
+    if record is None:
+        record = _measured_launches()
+        if cache is not None:
+            cache.put(LAUNCHES, record)
+    found: dict[str, float] = json.loads(record)
+    return found
+
+
+@functools.cache
+def _measured_launches() -> str:
+    with real_mode():
+        return json.dumps(measure_launches())
 
 
 @functools.cache

@@ -59,7 +59,7 @@ def time_op(run_op: Callable[[], object], slots: Slots, read: int, device: int |
     others: list[float] = []
     while len(times) < MIN_REPEATS or (sum(times) < REPEAT_US and len(times) < MAX_REPEATS):
         if device is None:
-            others.append(cpu_us(_empty_caches))
+            others.append(cpu_us(empty_caches))
         times.append(timed())
         if device is None and times[-1] < CODE_US:
             again.append(timed())
@@ -84,7 +84,7 @@ def slots_alone(allocations: Sequence[Allocation], workspace: int, alignment: in
     return slots
 
 
-def _empty_caches() -> None:
+def empty_caches() -> None:
     """Read other memory, as the ops between two runs of an op in a step do.
 
     In a loop an op finds all its arguments in the caches. Ops that are bound by memory would look

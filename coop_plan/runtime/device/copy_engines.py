@@ -8,11 +8,12 @@ copy in the plan.
 
 import atexit
 import functools
+import itertools
 import os
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -274,7 +275,7 @@ def copy_engines_of(memory: Memory, device: torch.device) -> CopyEngines:
 def measure_link(device: torch.device, time_us: Timer) -> dict[str, float]:
     """Measured bandwidth of a CUDA device's copies in both directions, and their latency.
 
-    A copy takes no less than the host takes to launch one, so a plan moves no small tensors.
+    Also the times in which the host launches an op, and a copy and the wait for it.
     """
     with unset_fake_temporarily():
         device_tensor = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device)
@@ -290,21 +291,26 @@ def measure_link(device: torch.device, time_us: Timer) -> dict[str, float]:
         for target, source in ((host, device_tensor), (device_tensor, host)):
             took = max(shortest(target, source) - latency, 1e-3)
             rates.append(PROBE_BYTES / took * 1e6)
-        launch = _launch_us(device)
-    return {
-        "d2h_bytes_per_s": rates[TO_HOST],
-        "h2d_bytes_per_s": rates[FROM_HOST],
-        "copy_latency_us": max(latency, launch),
-    }
+        engines, own = CudaCopyEngines(device.index), device_tensor[:1]
+        slab = engines.reserve(1)
+        places = own.data_ptr(), slab.data_ptr()
+        directions = itertools.cycle((TO_HOST, FROM_HOST))
+        return {
+            "d2h_bytes_per_s": rates[TO_HOST],
+            "h2d_bytes_per_s": rates[FROM_HOST],
+            "copy_latency_us": latency,
+            "launch_us": _host_us(own.clone),
+            "copy_launch_us": _host_us(
+                lambda: engines.wait(engines.copy(next(directions), *places, 1, 0.0, own))
+            ),
+        }
 
 
-def _launch_us(device: torch.device) -> float:
-    """Median time in which the host launches a copy and the wait for it, µs."""
-    engines, times = CudaCopyEngines(device.index), []
-    slab = engines.reserve(1)
-    storages = [torch.empty(1, dtype=torch.uint8, device=device).untyped_storage()]
-    for number in range(2 * PROBES + 1):
+def _host_us(launch: Callable[[], object]) -> float:
+    """Median time of the host in a launch, µs, without the first."""
+    times = []
+    for _ in range(2 * PROBES + 1):
         begin = time.perf_counter_ns()
-        engines.wait(engines.copy((TO_HOST, FROM_HOST)[number % 2], storages, slab, 0, 0.0))
+        launch()
         times.append((time.perf_counter_ns() - begin) / 1e3)
     return statistics.median(times[1:])

@@ -95,18 +95,22 @@ def made_once(
 
 
 def shared_costs(graph: Graph) -> Graph:
-    """The graph with the costs of the job's first rank that captured one of this structure.
+    """The graph with costs and launches of the job's first rank that captured such a structure.
 
     Measured costs differ between ranks, and equal costs make plans and their figures equal.
     """
     if world_size() == 1:
         return graph
-    own = json.dumps([[op.cost_us, *(v.cost_us for v in op.variants)] for op in graph.ops])
+    launches = {name: getattr(graph.device, name) for name in ("launch_us", "copy_launch_us")}
+    costs = [[op.cost_us, *(v.cost_us for v in op.variants)] for op in graph.ops]
+    own = json.dumps([launches, costs])
     found = _claim(f"coop-plan/costs/{fingerprint(graph)}", own.encode(), b"")
     if found == own.encode():
         return graph
-    ops = [_with_costs(op, *cost) for op, cost in zip(graph.ops, json.loads(found), strict=True)]
-    return graph.model_copy(update={"ops": ops})
+    launches, costs = json.loads(found)
+    device = graph.device.model_copy(update=launches)
+    ops = [_with_costs(op, *cost) for op, cost in zip(graph.ops, costs, strict=True)]
+    return graph.model_copy(update={"device": device, "ops": ops})
 
 
 def _with_costs(op: Op, cost: float, *others: float) -> Op:

@@ -91,7 +91,7 @@ class TransferRunner:
         self._handles: dict[int, list[CopyHandle]] = {}
         self.stall_us = [0.0, 0.0]
         """Time spent in waits for offloads, and for prefetches."""
-        self._timed: list[tuple[int, float, float]] = []  # transfer, begin and end
+        self._timed: list[tuple[Start, float, float]] = []  # begin and end, too
         self.host_high_water = 0
 
     def begin(self, memory: Memory | None, homes: Homes | None = None) -> None:
@@ -132,8 +132,10 @@ class TransferRunner:
     @property
     def spans(self) -> list[CopySpan]:
         """Time spans of the transfers that this thread waited for, on the CPU."""
-        moved = ((self._starts[number], *times) for number, *times in self._timed)
-        return [CopySpan(m.buffer, m.bytes, m.direction == TO_HOST, *times) for m, *times in moved]
+        return [
+            CopySpan(moved.buffer, moved.bytes, moved.direction == TO_HOST, begin_us, end_us)
+            for moved, begin_us, end_us in self._timed
+        ]
 
     def offload(self, number: int, tensor: torch.Tensor | Copy) -> None:
         """Start transfer `number`: the whole storage is copied to the host."""
@@ -221,14 +223,16 @@ class TransferRunner:
     def wait(self, number: int) -> None:
         """Let later ops wait for transfer `number`."""
         self._pause()
-        direction, _, _, home, *_ = self._starts[number]
-        handles = self._handles.pop(number, ())
+        start = self._starts[number]
+        direction, home, handles = start.direction, start.home, self._handles.pop(number, ())
         if self._clock is not None:
             with self._clock.waiting(direction):
                 _completed(self._running_engines.wait, handles)
-        elif timed := _completed(self._running_engines.wait, handles):
-            self.stall_us[direction] += sum([waited_us for waited_us, _, _ in timed])
-            self._timed.append((number, timed[0][1], timed[-1][2]))
+        else:
+            found = _completed(self._running_engines.wait, handles)
+            if timed := [timing for timing in found if timing is not None]:
+                self.stall_us[direction] += sum([timing.waited_us for timing in timed])
+                self._timed.append((start, timed[0].begin_us, timed[-1].end_us))
         if home is not None and direction == TO_HOST:
             assert self._homes is not None
             self._homes.saved(home)

@@ -183,7 +183,7 @@ class _Layout:
         self._ops: list[tuple[int, int | None]] = []
         self._ends: list[int] = []
         device = calls[0].captured.graph.device
-        no_link = Device(kind=device.kind, name=device.name)  # so that nothing is offloaded
+        no_link = Device(kind=device.kind, name=device.name, launch_us=device.launch_us)
         editor = GraphEditor(
             Graph(schema_="coop-plan/graph/1", name="iteration", device=no_link, tensors=[], ops=[])
         )
