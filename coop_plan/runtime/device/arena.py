@@ -262,8 +262,8 @@ def _free_blocks(ext: Any) -> None:
 class Arena:
     """The slots of each op occurrence of a step, in `size` bytes.
 
-    `kinds` has the kind of time of each occurrence (`COPIES`). `device` is the index of a CUDA device, None for the CPU.
-    A slot serves allocations of its size, or also `smaller` ones.
+    `kinds` has the kind of time of each occurrence (`COPIES`). `device` is the index of a CUDA
+    device, None for the CPU. A slot serves allocations of its size, or also `smaller` ones.
     """
 
     def __init__(
