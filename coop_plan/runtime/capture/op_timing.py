@@ -36,11 +36,19 @@ CODE_US = 500.0
 """Time of an op beside which loading its code into the caches counts for little, µs."""
 
 
-def time_op(run_op: Callable[[], object], slots: Slots, read: int, device: int | None) -> float:
+def time_op(
+    run_op: Callable[[], object],
+    slots: Slots,
+    read: int,
+    device: int | None,
+    *,
+    own_code: bool = False,
+) -> float:
     """Median time of an op, µs; its allocations are served from an arena at these slots.
 
     `read` are the bytes of its arguments. `device` is the index of a CUDA device; None: the op runs
-    on the CPU.
+    on the CPU. With `own_code` the op is Python code that no other op runs, as an update: that is
+    not in the caches either, and the time of the first run counts.
     """
     size = max((offset + need for need, offset in slots), default=0)
     arena, memory = Arena(size, [slots], [False], device), Memory()
@@ -61,7 +69,7 @@ def time_op(run_op: Callable[[], object], slots: Slots, read: int, device: int |
         if device is None:
             others.append(cpu_us(empty_caches))
         times.append(timed())
-        if device is None and times[-1] < CODE_US:
+        if device is None and times[-1] < CODE_US and not own_code:
             again.append(timed())
     found = statistics.median(times[1:])
     if len(again) < MIN_REPEATS:

@@ -246,7 +246,8 @@ class Updates:
         slots = slots_alone(allocations, workspace, alignment)
         states = sum(allocation.bytes for allocation in made if allocation.output == -2)
         read = 2 * like.untyped_storage().nbytes() + states
-        cost = time_op(run, slots, read, like.device.index if cuda else None)
+        index = like.device.index if cuda else None
+        cost = time_op(run, slots, read, index, own_code=True)
         taken = read + max(first_workspace, workspace)
         self.profiling_bytes = max(self.profiling_bytes, taken)
         return UpdateProfile(
@@ -265,7 +266,7 @@ def host_us(run: Callable[[], None], read: int) -> float:
     A thread's temporaries come from memory that the main thread's do not.
     """
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(time_op, run, (), read, None).result()
+        return thread.submit(time_op, run, (), read, None, own_code=True).result()
 
 
 def storages_of(states: Any) -> list[torch.UntypedStorage]:
