@@ -3,16 +3,17 @@
 import sys
 
 import pytest
-import torch
 
 import coop_plan
+from coop_plan.runtime.capture import joint_graph
 from coop_plan.runtime.execute.launch_times import measure_launches
 from coop_plan.runtime.execute.transfers import TransferRunner
 from coop_plan.schemas import Offload, Prefetch, Wait
 from tests.runtime.test_homes import Gpt, Mlp, Pair
 
-MOST_CALLS = 14
-"""Most Python functions and methods in C that the start of a transfer calls, and the wait for it."""
+MOST_CALLS, MOST_CALLS_OF_PARTS = 20, 24
+"""Most functions, in Python and C, that the start of a transfer or its wait calls: of a tensor, and
+of the states of a parameter."""
 
 
 def calls_of(functions, run):
@@ -49,8 +50,8 @@ def test_a_transfer_takes_few_calls(kind, optimizer, monkeypatch):
     found = calls_of(functions, lambda: pair.iteration(pair.ours.batch(2)))
     steps = coop_plan.reports()[-1].plan.steps
     assert len(found) == sum(isinstance(step, Offload | Prefetch | Wait) for step in steps)
-    extra = 8 * (optimizer == "adamw")
-    assert max(found) <= MOST_CALLS + extra, sorted(found)
+    most = MOST_CALLS_OF_PARTS if optimizer == "adamw" else MOST_CALLS
+    assert max(found) <= most, sorted(set(found))
 
 
 def test_the_makespan_has_the_launches():
@@ -67,9 +68,20 @@ def test_the_makespan_has_the_launches():
     assert report.measured_copies_us > 0
 
 
-def test_launches_are_measured_on_full_and_on_emptied_caches(monkeypatch):
-    """Both are times of host code, so that none is without it."""
-    with torch.no_grad():
-        found = measure_launches()
-    assert set(found) == {"launch_us", "copy_launch_us"}
-    assert found["copy_launch_us"] > 0 <= found["launch_us"]
+def test_launches_of_the_cpu_are_measured_once(own_cache, monkeypatch):
+    """Later captures read them from the cache of profiles."""
+    measured = []
+
+    def measure():
+        measured.append(measure_launches())
+        return measured[-1]
+
+    monkeypatch.setattr(joint_graph, "measure_launches", measure)
+    for rows in (8, 16):
+        joint_graph._measured_launches.cache_clear()
+        report = Pair(Mlp, "sgd", "90%").run(0, rows=rows)
+        device = report.graph.device
+        assert measured == [
+            {"launch_us": device.launch_us, "copy_launch_us": device.copy_launch_us}
+        ]
+    joint_graph._measured_launches.cache_clear()

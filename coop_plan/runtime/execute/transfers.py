@@ -4,9 +4,8 @@ A prefetched tensor is a new one at its planned address, with the dtype, sizes a
 tensor that was offloaded, or of the parameter whose home is read.
 """
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -24,9 +23,6 @@ from coop_plan.runtime.execute.homes import Copy, Homes
 from coop_plan.runtime.execute.plan_index import Transfer
 from coop_plan.runtime.reports import CopySpan
 from coop_plan.schemas import Device
-
-S = TypeVar("S")
-T = TypeVar("T")
 
 Layout = tuple[torch.dtype, int | torch.SymInt, Sequence[int], Sequence[int]]
 """Dtype, storage offset, sizes and strides of a tensor."""
@@ -126,7 +122,8 @@ class TransferRunner:
 
     def forget(self) -> None:
         """Forget the transfers of a half whose capture failed: none has run."""
-        self._running_engines.forget()
+        assert self._engines is not None
+        self._engines.forget()
         self._handles.clear()
 
     @property
@@ -213,10 +210,14 @@ class TransferRunner:
         memory = self._homes.memory(moved.host_offset, moved.bytes)
         dtype, offset, size, stride = layout
         copy = torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), offset, size, stride)
-        waits = [self._running_engines.wait_on_host(one) for one in self._handles.get(number, ())]
+        assert self._engines is not None
+        waits = [self._engines.wait_on_host(one) for one in self._handles.get(number, ())]
 
         def copied() -> tuple[torch.Tensor, float]:
-            return copy, sum(timing.waited_us for timing in _completed(operator.call, waits))
+            try:
+                return copy, sum(wait().waited_us for wait in waits)
+            except RuntimeError as error:
+                raise CopyError(str(error)) from error
 
         return copied
 
@@ -224,23 +225,30 @@ class TransferRunner:
         """Let later ops wait for transfer `number`."""
         self._pause()
         start = self._starts[number]
-        direction, home, handles = start.direction, start.home, self._handles.pop(number, ())
-        if self._clock is not None:
-            with self._clock.waiting(direction):
-                _completed(self._running_engines.wait, handles)
+        if self._clock is None:
+            self._complete(number, start)
         else:
-            found = _completed(self._running_engines.wait, handles)
-            if timed := [timing for timing in found if timing is not None]:
-                self.stall_us[direction] += sum([timing.waited_us for timing in timed])
-                self._timed.append((start, timed[0].begin_us, timed[-1].end_us))
-        if home is not None and direction == TO_HOST:
+            with self._clock.waiting(start.direction):
+                self._complete(number, start)
+        if start.home is not None and start.direction == TO_HOST:
             assert self._homes is not None
-            self._homes.saved(home)
+            self._homes.saved(start.home)
 
-    @property
-    def _running_engines(self) -> CopyEngines:
+    def _complete(self, number: int, start: Start) -> None:
+        """Wait for a transfer's copies."""
         assert self._engines is not None
-        return self._engines
+        begin_us = None
+        try:
+            for handle in self._handles.pop(number, ()):
+                timing = self._engines.wait(handle)
+                if timing is not None:
+                    waited_us, first_us, end_us = timing
+                    self.stall_us[start.direction] += waited_us
+                    begin_us = first_us if begin_us is None else begin_us
+        except RuntimeError as error:
+            raise CopyError(str(error)) from error
+        if begin_us is not None:
+            self._timed.append((start, begin_us, end_us))
 
     def _begin(self, number: int, parts: Sequence[Part], kept: object) -> None:
         """Start the copies of a transfer's parts, which share its time, in order of the slab.
@@ -255,16 +263,9 @@ class TransferRunner:
                 runs[-1][2:] = offset + size - runs[-1][1], runs[-1][3] + 1
             else:
                 runs.append([address, offset, size, 1])
-        begin, kept = self._running_engines.copy, (kept, self._slab)
-        self._handles[number] = [
-            begin(direction, a, self._host + offset, size, least_us * count / len(parts), kept)
-            for a, offset, size, count in runs
-        ]
-
-
-def _completed(wait: Callable[[S], T], copies: Iterable[S]) -> list[T]:
-    """Wait for copies."""
-    try:
-        return [wait(one) for one in copies]
-    except RuntimeError as error:
-        raise CopyError(str(error)) from error
+        assert self._engines is not None
+        self._handles[number] = handles = []
+        for address, offset, size, count in runs:
+            share_us = least_us * count / len(parts)
+            place = address, self._host + offset, size
+            handles.append(self._engines.copy(direction, *place, share_us, (kept, self._slab)))
