@@ -25,6 +25,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from coop_plan.runtime.capture import tracing_rules
 from coop_plan.runtime.device import build
 from coop_plan.runtime.device.arena import Arena, Memory, Run, counted_bytes
+from tests.runtime.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -427,6 +428,31 @@ def test_dynamos_settings_can_be_set():
         call = torch._TorchCompileWrapper(backend, None, None, None)
         asked = torch._dynamo.eval_frame.get_compiler_fn(call)
         assert not hasattr(asked, "backend_ctx_ctor")
+
+
+RESET = """
+import sys
+import torch
+from coop_plan.runtime.torch_internals import dynamo
+
+trees = "torch._inductor.cudagraph_trees"
+torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+torch.cuda.is_available = lambda: True
+dynamo.reset_dynamo()
+assert trees not in sys.modules
+assert torch.cuda.is_available()
+assert not torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER
+torch._dynamo.reset()
+assert trees in sys.modules, "PyTorch loads Inductor no more: reset_dynamo can be its reset"
+reset = []
+sys.modules[trees].reset_cudagraph_trees = lambda: reset.append(True)
+dynamo.reset_dynamo()
+assert reset
+"""
+
+
+def test_a_reset_loads_no_inductor_and_drops_its_graphs_if_it_is_loaded():
+    assert Forked(RESET).communicate() == (b"", 0)
 
 
 def test_the_call_that_compiles_is_found():
