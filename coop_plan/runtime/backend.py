@@ -1,10 +1,10 @@
 """`torch.compile(fn, backend="coop", options={"budget": ...})`."""
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,10 +36,11 @@ from coop_plan.runtime.dynamic_shapes.symbolic_trace import signature
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.execute.arena_pool import ArenaPools, arena_pools_of, release
 from coop_plan.runtime.execute.budget_check import warn_of_profiling
-from coop_plan.runtime.execute.first_plan import ChunkedGraph, FirstPlan, Planner
+from coop_plan.runtime.execute.first_plan import CaptureGraph, ChunkedGraph, FirstPlan, Planner
 from coop_plan.runtime.execute.lower_to_fx import stubs
 from coop_plan.runtime.execute.planned_step import PlannedStep
 from coop_plan.runtime.fused.regions import fuse_regions
+from coop_plan.runtime.fused.split import split_regions
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
 from coop_plan.runtime.source_lines import SourceLines, source_lines_of
@@ -261,7 +262,7 @@ class _Compilation:
     ) -> Captured:
         passes = PASSES_FOR_ANY_SIZES if self.any_sizes else VARIANT_PASSES
         variants = passes if self.options.variants else None
-        capture = partial(
+        capture = functools.partial(
             capture_joint,
             num_fwd_outputs=num_fwd_outputs,
             static_inputs=static_inputs,
@@ -270,25 +271,36 @@ class _Compilation:
         )
         if not self.any_sizes:  # chunks are equal to the whole at one size
             chunk_heads_beyond(joint, self.options.plan.budget)
-        fused = None
-        if self.options.kernels == "fused" and not self.any_sizes:  # sizes are in a region's code
-            try:
-                fused = capture(copy_of(joint), fuse=fuse_regions)
-            except CaptureError as error:
-                log.warning("%s: its graph runs eager kernels: %s", self.lines.begin, error)
+        fuse = self.options.kernels == "fused" and not self.any_sizes  # sizes are in their code
         heads = [] if self.any_sizes else heads_of(joint)
-        other = copy_of(joint) if heads else None
+        other = copy_of(joint) if fuse or heads else joint
+
+        def chunked() -> Captured | None:
+            module = copy_of(other)
+            return capture(module) if chunk_heads(module) else None
+
+        def over_regions(limits: Mapping[int, int]) -> Captured | None:
+            try:
+                return capture(copy_of(other), fuse=functools.partial(fuse_regions, limits=limits))
+            except CaptureError as error:
+                kernels = "does not run split regions" if limits else "runs eager kernels"
+                log.warning("%s: its graph %s: %s", self.lines.begin, kernels, error)
+                return None
+
+        fused = over_regions({}) if fuse else None
         captured = capture(joint)
         captured.any_sizes = self.any_sizes
 
-        def chunked() -> Captured | None:
-            assert other is not None
-            return capture(other) if chunk_heads(other) else None
+        @functools.cache
+        def split() -> Captured | None:
+            assert fused is not None
+            return split_regions(fused, captured, self.options.plan, over_regions)
 
         self.step = plan_captured(
             *(captured, self.options, self.pools, self.lines, self.call, self.history),
             hooked=self.hooked,
             fused=fused,
+            split=split,
             chunked=ChunkedGraph.of(captured, heads, chunked),
         )
         return captured
@@ -318,13 +330,14 @@ def plan_captured(
     *,
     hooked: bool = False,
     fused: Captured | None = None,
+    split: CaptureGraph = lambda: None,
     chunked: ChunkedGraph | None = None,
 ) -> PlannedStep:
     """Plan a captured step, verify the plan, and make it runnable.
 
     If the budget is infeasible and all leaves are `hooked`, hooks are assumed to consume gradients.
-    `fused` is the step over fused regions and `chunked` that with heads in chunks. Either runs if
-    its plan is better.
+    `fused` is the step over fused regions, `split` captures that with some of them split, and
+    `chunked` that with heads in chunks. Each runs if its plan is better.
     """
     began = time.perf_counter()
     if captured.device.type == "cuda":
@@ -335,7 +348,7 @@ def plan_captured(
     graphs = [captured] if fused is None else [captured, fused]
 
     def whole(planner: Planner) -> FirstPlan:
-        return planner.plan(graphs[0]) if fused is None else planner.better(fused, graphs[0])
+        return planner.plan(graphs[0]) if fused is None else planner.better(fused, graphs[0], split)
 
     found = planner.with_chunks(whole, chunked)
     if all(found.captured.module is not graph.module for graph in graphs):

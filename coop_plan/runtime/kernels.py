@@ -5,5 +5,6 @@ from typing import Literal
 Kernels = Literal["eager", "fused"]
 """Eager's kernel for each op, or regions that Inductor compiles (`fused`)."""
 
-GraphKind = Literal["eager", "fused", "chunked"]
-"""A graph over such kernels, or over eager's with heads in chunks (`chunked`)."""
+GraphKind = Literal["eager", "fused", "split", "chunked"]
+"""A graph over such kernels, over regions some of which are split (`split`, `fused.split`), or over
+eager's kernels with heads in chunks (`chunked`)."""

@@ -161,9 +161,14 @@ def bound_with_resident_outputs(problem: Problem) -> int:
 
     No lower bound for all schedules: one may recompute an output instead, which rarely helps.
     """
+    return max(needs_with_resident_outputs(problem), default=0)
+
+
+def needs_with_resident_outputs(problem: Problem) -> list[int]:
+    """Per op its working set and the outputs resident beside it, as bytes of the same bound."""
     outputs = resident_output_bytes(problem)
     pairs = zip(_smallest_variants(problem), outputs, strict=True)
-    return max((working_set + resident for working_set, resident in pairs), default=0)
+    return [working_set + resident for working_set, resident in pairs]
 
 
 def resident_output_bytes(problem: Problem) -> list[int]:

@@ -31,7 +31,7 @@ PlanGraph = Callable[["Planner"], FirstPlan]
 """Plans a captured graph by a planner."""
 
 CaptureGraph = Callable[[], Captured | None]
-"""Captures a graph of the same step, with equal results to the bit; None if there is none."""
+"""Captures another graph of the same step; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -126,24 +126,27 @@ class Planner:
                 )
         return FirstPlan(captured, under, now, made, cached)
 
-    def better(self, fused: Captured, eager: Captured) -> FirstPlan:
-        """The plan of less cost within one budget; at `min`, that of the smaller budget.
+    def better(self, fused: Captured, eager: Captured, split: CaptureGraph) -> FirstPlan:
+        """The plan of least cost within one budget; at `min`, that of the smallest budget.
 
         A share is one of the peak of `fused`. The graph of eager kernels is not planned if all its
-        ops, run once, cost more than the fused plan.
+        ops, run once, cost more than the fused plan. The graph with `split` regions is captured
+        where that of eager kernels is planned, and at `min` where that takes less than `fused`.
 
         Raises:
-            planner.InfeasibleBudgetError: neither can meet the budget.
+            planner.InfeasibleBudgetError: none can meet the budget.
         """
         eager = replace(eager, graph=shared_costs(eager.graph))  # ranks choose alike
         if self.options.plan.budget.kind == "min":
             exact = replace(self, raised="")
-            both = exact.plan(fused), exact.plan(eager)
-            return min(both, key=lambda found: (found.plan.budget_bytes, found.plan.cost_us))
+            found = [exact.plan(fused), exact.plan(eager)]
+            if found[1].plan.budget_bytes < found[0].plan.budget_bytes:
+                found += map(exact.plan, _captured(split))
+            return min(found, key=lambda made: (made.plan.budget_bytes, made.plan.cost_us))
         least_us = sum(op.cost_us for op in eager.graph.ops)
         return self._either(
             lambda planner: planner.plan(fused),
-            lambda: eager,
+            lambda: [eager, *_captured(split)],
             lambda best: best.cost_us > least_us,
             lambda planner: planner.better(fused, eager),
         )
@@ -162,7 +165,7 @@ class Planner:
         if self.options.plan.budget.kind != "min":
             return self._either(
                 whole,
-                chunked.capture,
+                lambda: _captured(chunked.capture),
                 lambda best: best.cost_us - best.base_cost_us > chunked.extra_us,
                 lambda planner: planner.with_chunks(whole, chunked),
             )
@@ -181,35 +184,35 @@ class Planner:
     def _either(
         self,
         first: PlanGraph,
-        second: CaptureGraph,
+        others: Callable[[], Sequence[Captured]],
         is_worth: Callable[[Plan], bool],
         smallest: PlanGraph,
     ) -> FirstPlan:
-        """The plan of less cost within one budget; a share is one of the peak of `first`.
+        """The plan of least cost within one budget; a share is one of the peak of `first`.
 
-        `second` is planned if `first` cannot meet the budget, or if it may be better than its plan.
-        A share that neither can meet is raised to the plan of `smallest`.
+        `others` are planned if `first` cannot meet the budget, or if its plan `is_worth` it. A
+        share that none can meet is raised to the plan of `smallest`.
         """
         exact = replace(self, raised="")
         try:
             best = first(exact)
         except InfeasibleBudgetError as error:
-            captured = second()
-            if captured is None:
+            graphs = others()
+            if not graphs:
                 return first(self)
             try:
-                return exact.within(error.budget_bytes).plan(captured)
+                return exact.within(error.budget_bytes)._cheapest(graphs)
             except InfeasibleBudgetError:
                 if self.options.plan.budget.kind == "bytes" or not self.raised:
                     raise
             reason = str(error)  # text: an error would keep the frames of all callers alive
         else:
-            captured = second() if is_worth(best.plan) else None
-            if captured is None:
+            graphs = others() if is_worth(best.plan) else ()
+            if not graphs:
                 return best
             try:
                 within = exact.within(best.plan.budget_bytes)
-                other = replace(within, from_above=False).plan(captured)
+                other = replace(within, from_above=False)._cheapest(graphs)
             except InfeasibleBudgetError:
                 return best
             return min(best, other, key=lambda found: found.plan.cost_us)
@@ -217,6 +220,23 @@ class Planner:
         log_raised(self.raised, least.plan, reason, self.history)
         return least
 
+    def _cheapest(self, graphs: Sequence[Captured]) -> FirstPlan:
+        """The plan of least cost among those of `graphs`, at least one of which must have one."""
+        found: list[FirstPlan] = []
+        for graph in graphs:
+            try:
+                found.append(self.plan(graph))
+            except InfeasibleBudgetError:
+                if graph is graphs[-1] and not found:
+                    raise
+        return min(found, key=lambda made: made.plan.cost_us)
+
     def within(self, budget_bytes: int | None) -> "Planner":
         """Planner of the same for a budget in bytes; None for the smallest feasible one."""
         return replace(self, options=self.options.within(budget_bytes))
+
+
+def _captured(capture: CaptureGraph) -> list[Captured]:
+    """The graph that is captured, if there is one."""
+    made = capture()
+    return [] if made is None else [made]

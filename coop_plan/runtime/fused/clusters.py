@@ -1,6 +1,7 @@
 """Convex clusters: sets of ops that can run as one op without a cycle through the others."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -17,6 +18,7 @@ def clusters_of(
     ops: Sequence[fx.Node],
     before: Mapping[fx.Node, Iterable[fx.Node]],
     half_of: Mapping[fx.Node, object],
+    limits: Mapping[Any, int] | None = None,
 ) -> list[list[fx.Node]]:
     """Clusters of two or more ops, each in program order.
 
@@ -30,6 +32,7 @@ def clusters_of(
         ops: all ops of a graph, in program order.
         before: by op, those that run before it.
         half_of: by op that may be in a cluster, the half of the step that the cluster is in.
+        limits: by half, the most bytes that a cluster may read and make, instead of those above.
     """
     largest = max(map(bytes_of, ops), default=0)
     found = _Clusters(ops, before, largest)
@@ -41,14 +44,15 @@ def clusters_of(
             if op not in half_of:
                 continue
             if maker in half_of and half_of[maker] == half_of[op]:
-                found.merge(maker, op, TIMES_LARGEST * most_working)
+                limit = TIMES_LARGEST * most_working if limits is None else limits[half_of[op]]
+                found.merge(maker, op, limit)
             if bytes_of(read) * SHARE_OF_LARGEST >= largest:
                 readers.setdefault(read, []).append(op)
     for siblings in readers.values():
         for half in dict.fromkeys(half_of[op] for op in siblings):
             first, *others = (op for op in siblings if half_of[op] == half)
             for op in others:
-                found.merge(first, op, most_working)
+                found.merge(first, op, most_working if limits is None else limits[half])
     return [sorted(members) for members in found.members.values() if len(members) > 1]
 
 

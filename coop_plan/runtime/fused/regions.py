@@ -7,9 +7,10 @@ from its results. Regions of equal structure are one op, so deep networks have f
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,8 +30,17 @@ MakeOps = Callable[[Sequence[RegionGraph]], Sequence[OpOverload]]
 """Makes the ops of regions (`fused.compiled`)."""
 
 
+REGION = "coop_region"
+"""Key in the meta of a region's node: the number of the region, or of that which it is a part of.
+
+Regions of one joint graph have the same numbers in each copy of it."""
+
+
 def fuse_regions(
-    module: fx.GraphModule, num_fwd_outputs: int, ops_of: MakeOps = compiled_ops
+    module: fx.GraphModule,
+    num_fwd_outputs: int,
+    ops_of: MakeOps = compiled_ops,
+    limits: Mapping[int, int] = MappingProxyType({}),
 ) -> None:
     """Replace the regions of a joint graph by one node each, in place.
 
@@ -41,6 +51,7 @@ def fuse_regions(
         module: AOTAutograd's joint graph; `meta["val"]` of every node is set.
         num_fwd_outputs: how many of its outputs are the forward's.
         ops_of: makes the ops of regions; `modelled_ops` for an absent device.
+        limits: by the number of a region to split, the most bytes that its parts read and make.
     """
     graph = module.graph
     decompose_norms(graph)
@@ -58,7 +69,16 @@ def fuse_regions(
     before = {op: {other for other in others if other in before} for op, others in before.items()}
     half_of = {op: _half_of(op, forward) for op in ops if is_fusible(op)}
     clusters = clusters_of(ops, before, half_of)
-    regions = [Region.of(members) for members in clusters if not all(map(is_creation, members))]
+    number_of = {op: i for i, members in enumerate(clusters) for op in members}
+    clusters = [members for i, members in enumerate(clusters) if i not in limits]
+    if limits:
+        split = {op: i for op, i in number_of.items() if i in limits}
+        clusters += clusters_of(ops, before, split, limits)
+    regions = [
+        Region.of(members, number_of[members[0]])
+        for members in clusters
+        if not all(map(is_creation, members))
+    ]
     ops_of([(found.graph, [node.meta["val"] for node in found.inputs]) for found in regions])
     module.graph = _with_regions(graph, regions, in_order, ops_of)
     _erase_unused(module.graph)
@@ -74,6 +94,7 @@ class Region:
     take single results of its ops.
     """
 
+    number: int
     members: Sequence[fx.Node]
     inside: set[fx.Node]
     graph: fx.Graph
@@ -81,8 +102,8 @@ class Region:
     outputs: Sequence[fx.Node]
 
     @classmethod
-    def of(cls, members: Sequence[fx.Node]) -> "Region":
-        """The region of a convex set of ops in program order."""
+    def of(cls, members: Sequence[fx.Node], number: int) -> "Region":
+        """The region of a convex set of ops in program order, with its number (`REGION`)."""
         inside = {*members}
         inside |= {user for op in members for user in op.users if user.target is GETITEM}
         body: dict[fx.Node, None] = {}
@@ -113,7 +134,7 @@ class Region:
             if node.target in UNTAGGED_VIEWS:
                 placed[node].target = torch.ops.aten.reshape.default  # may need a copy as measured
         graph.output(tuple(placed[node] for node in results.values()))
-        return cls(members, inside, graph, list(inputs), list(results.values()))
+        return cls(number, members, inside, graph, list(inputs), list(results.values()))
 
 
 def _parts(op: fx.Node) -> Iterator[fx.Node]:
@@ -194,7 +215,7 @@ def _emit(graph: fx.Graph, found: Region, placed: dict[fx.Node, fx.Node], ops_of
     node = graph.call_function(region, ([placed[value] for value in found.inputs],))
     values = [result.meta["val"] for result in found.outputs]
     maker = partial(_op_of, found.graph, ops_of)
-    node.meta = {**found.members[-1].meta, "val": values, OP_MAKER: maker}
+    node.meta = {**found.members[-1].meta, "val": values, OP_MAKER: maker, REGION: found.number}
     for i, result in enumerate(found.outputs):
         item = placed[result] = graph.call_function(GETITEM, (node, i))
         item.meta["val"] = values[i]

@@ -23,7 +23,7 @@ from coop_plan.runtime.kernels import GraphKind, Kernels
 from coop_plan.runtime.offline_capture.devices import DeviceSpec
 from coop_plan.runtime.offline_capture.eager_parts import EagerMemory, held_padding
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
-from coop_plan.schemas import Graph, InvalidInputError, parse_graph
+from coop_plan.schemas import Graph, InvalidInputError, Outputs, parse_graph
 
 SOURCE = Path(__file__).parents[1] / "device" / "fake_cuda_device.cpp"
 
@@ -43,7 +43,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     `target` is `package.module:function`, called with `batch` and `length` if they are set.
     The states of `optimizer` are in the captured graph (`optimizer_state`) unless `states` is false
     or `eager` true; that counts an eager iteration. Graphs are captured over each of `kernels`,
-    and with `chunks` one with heads in chunks, if they are the largest ops. If it `accumulates`,
+    with `split` one with split regions, and with `chunks` one with heads in chunks (`graphs_of`). If it `accumulates`,
     earlier micro-batches have left gradients. In an `iteration` updates of `optimizer` are ops.
     """
 
@@ -55,6 +55,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     states: bool = True
     eager: bool = False
     kernels: tuple[Kernels, ...] = ("eager",)
+    split: Outputs | None = None
     accumulates: bool = False
     chunks: bool = False
     iteration: bool = False
@@ -268,6 +269,7 @@ def _capture(request: CaptureRequest) -> CaptureResponse:
                 optimizer=optimizer if wanted else None,
                 environment=environment if adjusted else None,
                 kernels=request.kernels,
+                split=request.split,
                 chunks=request.chunks,
                 iteration=request.iteration,
             )

@@ -14,10 +14,13 @@ from coop_plan.runtime.kernels import GraphKind, Kernels
 from coop_plan.runtime.offline_capture import devices as device_files
 from coop_plan.runtime.offline_capture import fake_device
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
-from coop_plan.schemas import Graph, InvalidInputError, Plan, parse_rate
+from coop_plan.schemas import Graph, InvalidInputError, Outputs, Plan, parse_rate
 
 LIMITS = {"5%": 0.05, "10%": 0.10}
 """Limits of overhead for the largest batches, by name."""
+
+BUDGETED: Outputs = "gradients"
+"""Outputs in the arena of the plans of a step."""
 
 UNKNOWN = (
     "memory_bytes",
@@ -151,6 +154,7 @@ def fit(
                 states=False,
                 eager=eager,
                 kernels=kinds,
+                split=BUDGETED if kernels == "fused" else None,
                 accumulates=accumulate,
                 chunks=True,
                 iteration=whole,
@@ -195,7 +199,7 @@ def _figures_on(
     available = int((there.memory_bytes - there.context) / (1 + margin))
     rests = there.kind == "cpu"
     room = eager.step_budget(graph, available, rests=rests)
-    budget = Budgeting(room - eager.updating_bytes(rests=rests), "gradients")
+    budget = Budgeting(room - eager.updating_bytes(rests=rests), BUDGETED)
     options: dict[str, Any] = {"budget": room, "outputs": budget.outputs}
     if "fused" in graphs:
         options["kernels"] = "fused"
@@ -227,7 +231,7 @@ def _figures_on(
     kept = {
         kind: of(kind, found.kept, scattered=False)
         for kind, found in fits.items()
-        if kind != "chunked"
+        if kind in ("eager", "fused")
     }
     as_it_is = kept["eager"] | {"peak_bytes": eager.peak_bytes, "budget_bytes": None}
     smallest = min(
@@ -319,7 +323,11 @@ def _largest(
     budget: Budgeting,
     of: Callable[..., dict[str, Any]],
 ) -> dict[str, Any]:
-    """The largest batches or lengths by limit of overhead; `graphs` are those of `sizes`."""
+    """The largest batches or lengths by limit of overhead; `graphs` are those of `sizes`.
+
+    Split regions may be others at another size, so their graph is not searched.
+    """
+    graphs = {kind: graph for kind, graph in graphs.items() if kind != "split"}
     first = sizes[size]
     assert first is not None
     captured = {first: graphs}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from coop_plan.planner import PlanOptions
 from coop_plan.runtime.capture.diagnostics import explain_failure, user_location
 from coop_plan.runtime.capture.joint_graph import Captured, capture_joint
 from coop_plan.runtime.capture.tracing_rules import as_eager
@@ -17,6 +18,7 @@ from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.execute.first_plan import ChunkedGraph
 from coop_plan.runtime.fused.compiled import compiled_ops, modelled_ops
 from coop_plan.runtime.fused.regions import fuse_regions
+from coop_plan.runtime.fused.split import split_regions
 from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment, under
 from coop_plan.runtime.kernels import GraphKind, Kernels
 from coop_plan.runtime.offline_capture.iteration import capture_iteration, with_updates
@@ -39,7 +41,7 @@ from coop_plan.runtime.torch_internals.fakes import (
 from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, copy_of
 from coop_plan.runtime.variants.linear_cross_entropy import chunk_heads, heads_of
 from coop_plan.runtime.variants.passes import VARIANT_PASSES
-from coop_plan.schemas import Graph, InvalidInputError
+from coop_plan.schemas import Graph, InvalidInputError, Outputs
 
 SIZES = ("batch", "length")
 """Arguments of a user's function that options set."""
@@ -176,6 +178,7 @@ def graphs_of(
     variants: bool = False,
     environment: Callable[[Captured], MemoryEnvironment] | None = None,
     kernels: Sequence[Kernels] = ("eager",),
+    split: Outputs | None = None,
     chunks: bool = False,
     iteration: bool = False,
 ) -> dict[GraphKind, Graph]:
@@ -183,8 +186,10 @@ def graphs_of(
 
     With a cost `model` all tensors are fake ones. The state of an `optimizer` is a resident tensor
     (`optimizer_state`). `variants` adds variants of ops, if there is no `model`. `environment`
-    is of the captured step: none without it. With `chunks` a graph has the heads in chunks, if no
-    other op needs as much memory as their logits; it is that of the smallest chunks, unchecked.
+    is of the captured step: none without it. With `split` a graph has those regions split that need
+    more than any op with eager's kernels, where plans have these `outputs` in the arena. With
+    `chunks` a graph has the heads in chunks, if no other op needs as much memory as their logits;
+    it is that of the smallest chunks, unchecked.
     Graphs of an `iteration` have the updates of the `optimizer` as ops; this needs a `model`.
 
     Raises:
@@ -195,7 +200,6 @@ def graphs_of(
         check_fused()
     found: dict[GraphKind, Captured] = {}
     ops_of = compiled_ops if model is None else modelled_ops
-    passes: dict[Kernels, Any] = {"eager": None, "fused": partial(fuse_regions, ops_of=ops_of)}
 
     def partition(
         joint: fx.GraphModule,
@@ -225,15 +229,24 @@ def graphs_of(
             other = copy_of(joint)
             return capture_as(prepared(other)) if chunk_heads(other, checked=False) else None
 
+        def over_regions(limits: Mapping[int, int]) -> Captured:
+            fuse = partial(fuse_regions, ops_of=ops_of, limits=limits)
+            return capture_as(prepared(copy_of(joint)), fuse)
+
         for kind in kernels:
             module = prepared(copy_of(joint))
             heads = heads_of(module) if chunks and kind == "eager" else []
-            found[kind] = capture_as(module, passes[kind])
+            found[kind] = over_regions({}) if kind == "fused" else capture_as(module)
             graph = ChunkedGraph.of(found[kind], heads, in_chunks)
             if graph is not None and graph.may_lower_min:
                 chunked = graph.capture()
                 if chunked is not None:
                     found["chunked"] = chunked
+        if split is not None and {"eager", "fused"} <= found.keys():
+            options = PlanOptions.given("min", {"outputs": split})
+            other = split_regions(found["fused"], found["eager"], options, over_regions)
+            if other is not None:
+                found["split"] = other
         raise _CapturedError
 
     def refuse(*_: Any) -> Any:
