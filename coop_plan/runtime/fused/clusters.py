@@ -1,7 +1,6 @@
 """Convex clusters: sets of ops that can run as one op without a cycle through the others."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from torch import fx
 
@@ -18,7 +17,6 @@ def clusters_of(
     ops: Sequence[fx.Node],
     before: Mapping[fx.Node, Iterable[fx.Node]],
     half_of: Mapping[fx.Node, object],
-    limits: Mapping[Any, int] | None = None,
 ) -> list[list[fx.Node]]:
     """Clusters of two or more ops, each in program order.
 
@@ -32,7 +30,6 @@ def clusters_of(
         ops: all ops of a graph, in program order.
         before: by op, those that run before it.
         half_of: by op that may be in a cluster, the half of the step that the cluster is in.
-        limits: by half, the most bytes that a cluster may read and make, instead of those above.
     """
     largest = max(map(bytes_of, ops), default=0)
     found = _Clusters(ops, before, largest)
@@ -44,16 +41,73 @@ def clusters_of(
             if op not in half_of:
                 continue
             if maker in half_of and half_of[maker] == half_of[op]:
-                limit = TIMES_LARGEST * most_working if limits is None else limits[half_of[op]]
-                found.merge(maker, op, limit)
+                found.merge(maker, op, TIMES_LARGEST * most_working)
             if bytes_of(read) * SHARE_OF_LARGEST >= largest:
                 readers.setdefault(read, []).append(op)
     for siblings in readers.values():
         for half in dict.fromkeys(half_of[op] for op in siblings):
             first, *others = (op for op in siblings if half_of[op] == half)
             for op in others:
-                found.merge(first, op, most_working if limits is None else limits[half])
+                found.merge(first, op, most_working)
     return [sorted(members) for members in found.members.values() if len(members) > 1]
+
+
+def parts_of(
+    members: Sequence[fx.Node], ops: Sequence[fx.Node], limit: int
+) -> list[Sequence[fx.Node]]:
+    """Parts of a cluster of some of `ops` that read and make at most `limit` bytes each.
+
+    A part is cut in two, in program order, where the larger half has the fewest bytes. One that
+    each cut makes larger, as by a float32 copy of narrower tensors, stays beyond the limit.
+    """
+    working_set, found = _Values(ops).working_set, list[Sequence[fx.Node]]()
+
+    def add(part: Sequence[fx.Node], size: int) -> None:
+        cuts = []
+        if size > limit:
+            for i in range(1, len(part)):
+                sizes = working_set({*part[:i]}), working_set({*part[i:]})
+                cuts.append((max(sizes), sum(sizes), i, sizes))
+        if not cuts or min(cuts)[0] > size:
+            found.append(part)
+            return
+        *_, i, sizes = min(cuts)
+        add(part[:i], sizes[0])
+        add(part[i:], sizes[1])
+
+    add(members, working_set({*members}))
+    return found
+
+
+class _Values:
+    """The storages that the ops of a graph read and make."""
+
+    def __init__(self, ops: Sequence[fx.Node]) -> None:
+        self._ops = {*ops}
+        self.reads = {op: {storage_of(argument) for argument in op.all_input_nodes} for op in ops}
+        self.readers: dict[fx.Node, list[fx.Node]] = {}
+        self._made: dict[fx.Node, list[fx.Node]] = {}
+        results = next(iter(reversed(ops[0].graph.nodes))).all_input_nodes if ops else ()
+        self.returned = {storage_of(value) for value in results}
+        for op in ops:
+            for read in self.reads[op]:
+                self.readers.setdefault(read, []).append(op)
+        for value in dict.fromkeys((*self.readers, *self.returned)):
+            self._made.setdefault(producer_of(value), []).append(value)
+
+    def working_set(self, inside: set[fx.Node]) -> int:
+        """Bytes that some ops read and make if they are one."""
+        return sum(map(bytes_of, self.arguments(inside) | self.results(inside)))
+
+    def arguments(self, inside: set[fx.Node]) -> set[fx.Node]:
+        """Results of other ops that some ops read."""
+        read = {value for op in inside for value in self.reads[op]}
+        return {v for v in read if (maker := producer_of(v)) in self._ops and maker not in inside}
+
+    def results(self, inside: set[fx.Node]) -> set[fx.Node]:
+        """Values that some ops make and others read, or the graph returns."""
+        made = {value for op in inside for value in self._made.get(op, ())}
+        return {v for v in made if v in self.returned or not inside.issuperset(self.readers[v])}
 
 
 class _Clusters:
@@ -76,19 +130,11 @@ class _Clusters:
         self._rank = list(self.members)
         self._outputs: dict[int, set[int]] = {i: set() for i in self.members}
         self._inputs: dict[int, set[int]] = {i: set() for i in self.members}
-        self._reads = {op: {storage_of(argument) for argument in op.all_input_nodes} for op in ops}
-        self._readers: dict[fx.Node, list[fx.Node]] = {}
-        self._made: dict[fx.Node, list[fx.Node]] = {}
-        results = next(iter(reversed(ops[0].graph.nodes))).all_input_nodes if ops else ()
-        self._returned = {storage_of(value) for value in results}
+        self._values = _Values(ops)
         for op in ops:
             for other in before[op]:
                 self._outputs[self._of[other]].add(self._of[op])
                 self._inputs[self._of[op]].add(self._of[other])
-            for read in self._reads[op]:
-                self._readers.setdefault(read, []).append(op)
-        for value in dict.fromkeys((*self._readers, *self._returned)):
-            self._made.setdefault(producer_of(value), []).append(value)
 
     def merge(self, one: fx.Node, other: fx.Node, most_working: int) -> None:
         """Merge the clusters of two ops, unless a path from one to the other leaves both.
@@ -127,7 +173,7 @@ class _Clusters:
     def working_set(self, *ops: fx.Node) -> int:
         """Bytes that the clusters of some ops read and make if they are one."""
         inside = {op for c in {self._of[op] for op in ops} for op in self.members[c]}
-        return sum(map(bytes_of, self._arguments(inside) | self._results(inside)))
+        return self._values.working_set(inside)
 
     def _waiting_bytes(self, a: int, b: int) -> int:
         """Bytes that live longer if cluster `a` runs with the later `b`, less those that do not.
@@ -137,21 +183,11 @@ class _Clusters:
         if all(self._rank[c] <= self._rank[a] for c in self._inputs[b]):
             return 0  # b can run when a does
         inside, end = set(self.members[a]), self._rank[b]
-        waiting = [v for v in self._arguments(inside) if self._end(v) < end]
-        return sum(map(bytes_of, waiting)) - sum(map(bytes_of, self._results(inside)))
-
-    def _arguments(self, inside: set[fx.Node]) -> set[fx.Node]:
-        """Results of other ops that some ops read."""
-        read = {value for op in inside for value in self._reads[op]}
-        return {v for v in read if (maker := producer_of(v)) in self._of and maker not in inside}
-
-    def _results(self, inside: set[fx.Node]) -> set[fx.Node]:
-        """Values that some ops make and others read, or the graph returns."""
-        made = {value for op in inside for value in self._made.get(op, ())}
-        return {v for v in made if v in self._returned or not inside.issuperset(self._readers[v])}
+        waiting = [v for v in self._values.arguments(inside) if self._end(v) < end]
+        return sum(map(bytes_of, waiting)) - sum(map(bytes_of, self._values.results(inside)))
 
     def _end(self, value: fx.Node) -> int:
         """Rank of the last reader of a value; the number of ops if it is returned."""
-        if value in self._returned:
+        if value in self._values.returned:
             return len(self._rank)
-        return max(self._rank[self._of[op]] for op in self._readers[value])
+        return max(self._rank[self._of[op]] for op in self._values.readers[value])

@@ -18,7 +18,7 @@ from torch import fx
 
 from coop_plan.runtime.capture.graph_builder import GETITEM, OP_MAKER, is_view
 from coop_plan.runtime.capture.joint_graph import forward_nodes, keeps_program_order
-from coop_plan.runtime.fused.clusters import clusters_of
+from coop_plan.runtime.fused.clusters import clusters_of, parts_of
 from coop_plan.runtime.fused.compiled import RegionGraph, compiled_ops
 from coop_plan.runtime.fused.in_kernel import recompute_in_kernels
 from coop_plan.runtime.fused.norms import decompose_norms
@@ -69,15 +69,11 @@ def fuse_regions(
     before = {op: {other for other in others if other in before} for op, others in before.items()}
     half_of = {op: _half_of(op, forward) for op in ops if is_fusible(op)}
     clusters = clusters_of(ops, before, half_of)
-    number_of = {op: i for i, members in enumerate(clusters) for op in members}
-    clusters = [members for i, members in enumerate(clusters) if i not in limits]
-    if limits:
-        split = {op: i for op, i in number_of.items() if i in limits}
-        clusters += clusters_of(ops, before, split, limits)
     regions = [
-        Region.of(members, number_of[members[0]])
-        for members in clusters
-        if not all(map(is_creation, members))
+        Region.of(members, number)
+        for number, cluster in enumerate(clusters)
+        for members in (parts_of(cluster, ops, limits[number]) if number in limits else [cluster])
+        if len(members) > 1 and not all(map(is_creation, members))
     ]
     ops_of([(found.graph, [node.meta["val"] for node in found.inputs]) for found in regions])
     module.graph = _with_regions(graph, regions, in_order, ops_of)

@@ -7,7 +7,6 @@ from coop_plan.planner.core.memory_bounds import needs_with_resident_outputs, wo
 from coop_plan.planner.core.problem import Problem
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.fused.regions import REGION
-from coop_plan.schemas import Graph
 
 CaptureSplit = Callable[[Mapping[int, int]], Captured | None]
 """Captures the step with the `limits` of `fused.regions.fuse_regions`; None if that is refused."""
@@ -21,7 +20,7 @@ def split_regions(
     An op needs its inputs, results and scratch, the residents, and the outputs made before it that
     stay in the arena. No plan needs less. So the regions to split are known from bytes alone, and
     are equal for all ranks, starts and budgets. Parts of a region read and make at most what its
-    scratch leaves. A region is single ops if a part needs more, by scratch of its own.
+    scratch leaves. If the scratch of a part is too much, its region is split as far as it can be.
 
     Args:
         fused: the step over whole regions.
@@ -30,30 +29,35 @@ def split_regions(
         capture: captures the step over split regions.
 
     Returns:
-        The captured step; None if no region is to be split, or `capture` returns None.
+        The captured step; None if no region needs more, or none can be split into such as do not.
     """
-    problem = _problem(eager.graph, options)
-    most = problem.fixed_bytes + max(needs_with_resident_outputs(problem))
-    limits: dict[int, int] = {}
-    captured: Captured | None = fused
-    while captured is not None and (over := _limits(captured, options, most)):
+    most = max(_Needs(eager, options).of_ops)
+    best, limits = fused, dict[int, int]()
+    while over := (needs := _Needs(best, options)).limits(most):
         limits |= {number: 0 if number in limits else limit for number, limit in over.items()}
         captured = capture(limits)
-    return captured if limits else None
+        if captured is None or max(_Needs(captured, options).of_ops) >= max(needs.of_ops):
+            break
+        best = captured
+    return None if best is fused else best
 
 
-def _limits(captured: Captured, options: PlanOptions, most: int) -> dict[int, int]:
-    """The bytes that parts may read and make, by number of a region that needs over `most`."""
-    problem = _problem(captured.graph, options)
-    needs, own = needs_with_resident_outputs(problem), working_sets(problem).first
-    found: dict[int, int] = {}
-    for i, (op, node) in enumerate(zip(captured.graph.ops, captured.ops, strict=True)):
-        if REGION in node.meta and problem.fixed_bytes + needs[i] > most:
-            beside = problem.fixed_bytes + needs[i] - own[i] + op.workspace_bytes
-            number = node.meta[REGION]
-            found[number] = min(found.get(number, most), max(0, most - beside))
-    return found
+class _Needs:
+    """Bytes that the ops of a captured step need."""
 
+    def __init__(self, captured: Captured, options: PlanOptions) -> None:
+        self._captured = captured
+        problem = Problem.from_graph(captured.graph, options.alignment, options.outputs)
+        self.of_ops = [problem.fixed_bytes + b for b in needs_with_resident_outputs(problem)]
+        self._own = working_sets(problem).first
 
-def _problem(graph: Graph, options: PlanOptions) -> Problem:
-    return Problem.from_graph(graph, options.alignment, options.outputs)
+    def limits(self, most: int) -> dict[int, int]:
+        """Bytes that parts may read and make, by the number of a region that needs over `most`."""
+        found: dict[int, int] = {}
+        captured = self._captured
+        for i, (op, node) in enumerate(zip(captured.graph.ops, captured.ops, strict=True)):
+            if REGION in node.meta and self.of_ops[i] > most:
+                beside = self.of_ops[i] - self._own[i] + op.workspace_bytes
+                number = node.meta[REGION]
+                found[number] = min(found.get(number, most), max(0, most - beside))
+        return found

@@ -43,8 +43,9 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     `target` is `package.module:function`, called with `batch` and `length` if they are set.
     The states of `optimizer` are in the captured graph (`optimizer_state`) unless `states` is false
     or `eager` true; that counts an eager iteration. Graphs are captured over each of `kernels`,
-    with `split` one with split regions, and with `chunks` one with heads in chunks (`graphs_of`). If it `accumulates`,
-    earlier micro-batches have left gradients. In an `iteration` updates of `optimizer` are ops.
+    with `split` one with split regions, and with `chunks` one with heads in chunks (`graphs_of`).
+    If it `accumulates`, earlier micro-batches have left gradients. In an `iteration` updates of
+    `optimizer` are ops.
     """
 
     target: str
