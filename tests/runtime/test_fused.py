@@ -92,7 +92,7 @@ NETWORKS = {
 @pytest.fixture
 def always_fused(monkeypatch):
     """Take the plan over regions even if the other is better."""
-    monkeypatch.setattr(Planner, "better", lambda self, fused, eager: self.plan(fused))
+    monkeypatch.setattr(Planner, "better", lambda self, fused, *_: self.plan(fused))
 
 
 def train(model, x, step=None, steps=4):

@@ -140,15 +140,18 @@ class Planner:
         if self.options.plan.budget.kind == "min":
             exact = replace(self, raised="")
             found = [exact.plan(fused), exact.plan(eager)]
-            if found[1].plan.budget_bytes < found[0].plan.budget_bytes:
-                found += map(exact.plan, _captured(split))
-            return min(found, key=lambda made: (made.plan.budget_bytes, made.plan.cost_us))
+            whole, ops = (made.plan.budget_bytes for made in found)
+            parts = _captured(split) if ops < whole else []
+            found += map(exact.plan, parts)
+            best = min(found, key=lambda made: (made.plan.budget_bytes, made.plan.cost_us))
+            within = replace(exact.within(best.plan.budget_bytes), from_above=False)
+            return within._cheapest_or(best, parts)
         least_us = sum(op.cost_us for op in eager.graph.ops)
         return self._either(
             lambda planner: planner.plan(fused),
             lambda: [eager, *_captured(split)],
             lambda best: best.cost_us > least_us,
-            lambda planner: planner.better(fused, eager),
+            lambda planner: planner.better(fused, eager, split),
         )
 
     def with_chunks(self, whole: PlanGraph, chunked: ChunkedGraph | None) -> FirstPlan:
@@ -207,29 +210,33 @@ class Planner:
                     raise
             reason = str(error)  # text: an error would keep the frames of all callers alive
         else:
-            graphs = others() if is_worth(best.plan) else ()
-            if not graphs:
-                return best
-            try:
-                within = exact.within(best.plan.budget_bytes)
-                other = replace(within, from_above=False)._cheapest(graphs)
-            except InfeasibleBudgetError:
-                return best
-            return min(best, other, key=lambda found: found.plan.cost_us)
+            within = replace(exact.within(best.plan.budget_bytes), from_above=False)
+            return within._cheapest_or(best, others() if is_worth(best.plan) else ())
         least = smallest(self.within(None))
         log_raised(self.raised, least.plan, reason, self.history)
         return least
 
     def _cheapest(self, graphs: Sequence[Captured]) -> FirstPlan:
-        """The plan of least cost among those of `graphs`, at least one of which must have one."""
-        found: list[FirstPlan] = []
-        for graph in graphs:
-            try:
-                found.append(self.plan(graph))
-            except InfeasibleBudgetError:
-                if graph is graphs[-1] and not found:
-                    raise
-        return min(found, key=lambda made: made.plan.cost_us)
+        """The plan of least cost among those of `graphs`; an error if none has one."""
+        first, *others = graphs
+        try:
+            best = self.plan(first)
+        except InfeasibleBudgetError:
+            if not others:
+                raise
+        else:
+            return self._cheapest_or(best, others)
+        return self._cheapest(others)
+
+    def _cheapest_or(self, best: FirstPlan, graphs: Sequence[Captured]) -> FirstPlan:
+        """The plan of least cost among `best` and those of `graphs`."""
+        if not graphs:
+            return best
+        try:
+            other = self._cheapest(graphs)
+        except InfeasibleBudgetError:
+            return best
+        return min(best, other, key=lambda found: found.plan.cost_us)
 
     def within(self, budget_bytes: int | None) -> "Planner":
         """Planner of the same for a budget in bytes; None for the smallest feasible one."""
