@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from coop_plan import runtime
+from coop_plan import plan, runtime
+from coop_plan.planner.core.memory_bounds import needs_with_resident_outputs
+from coop_plan.planner.core.problem import Problem
 from coop_plan.runtime.execute.first_plan import Planner
 from coop_plan.runtime.fused import compiled
+from coop_plan.runtime.fused.regions import REGION
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.torch_internals import FUSED_SINCE, version
 from tests.runtime.starts import traced_ops
@@ -233,6 +237,79 @@ def test_kernels_are_never_worse_than_eagers(network):
     assert runtime.reports()[-1].budget_bytes <= least.budget_bytes
     train(model, x, fused(least.budget_bytes), steps=1)
     assert runtime.reports()[-1].plan.cost_us <= least.plan.cost_us
+
+
+class Narrow(nn.Module):
+    """Sums of products, which a region reads all at once, between narrow layers."""
+
+    def __init__(self, terms, width):
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(width, width) for _ in range(terms))
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        x = self.first(x)
+        parts = [layer(x) for layer in self.inner]
+        y = F.relu(parts[0]) * x
+        for part in parts[1:]:
+            y = y * torch.sigmoid(part) + F.relu(part)
+        return self.last(y).square().mean()
+
+
+def needs(graph, options):
+    """The bytes of each op's arguments, results and scratch, and of the residents."""
+    problem = Problem.from_graph(graph, options.alignment, options.outputs)
+    return [problem.fixed_bytes + b for b in needs_with_resident_outputs(problem)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_regions_are_split_where_ops_need_less_and_only_there(seed, monkeypatch):
+    """The smallest budget is at most that of eager's kernels, and of whole regions."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    model = Narrow(draw.randint(3, 6), draw.choice([32, 64]))
+    x = torch.randn(draw.choice([256, 512]), model.first.in_features)
+    seen = []
+    better = Planner.better
+
+    def noted(self, fused, eager, split):
+        seen.append((fused, eager, split()))
+        return better(self, fused, eager, split)
+
+    monkeypatch.setattr(Planner, "better", noted)
+    found = [train(model, x, fused("min"))]
+    least = runtime.reports()[-1]
+    whole, ops, parts = seen[-1]
+    options = Options.parse({"budget": "min"}).plan
+    most = max(needs(ops.graph, options))
+    over = {
+        node.meta[REGION]
+        for node, need in zip(whole.ops, needs(whole.graph, options), strict=True)
+        if need > most
+    }
+    names = [[op.name for op in graph.ops if "fused_" in op.name] for graph in (whole.graph,)]
+    assert (parts is not None) == bool(over)
+    for captured in (whole, ops):
+        assert least.budget_bytes <= plan(captured.graph, options).budget_bytes
+    if parts is None:
+        return
+    assert max(needs(parts.graph, options)) < max(needs(whole.graph, options))
+    kept = [
+        [str(node.target) for node in captured.ops if node.meta.get(REGION) not in (None, *over)]
+        for captured in (whole, parts)
+    ]
+    assert kept[0] == kept[1]
+    assert len(kept[0]) < len(names[0])
+    # plans of one split are equal to the bit
+    monkeypatch.setattr(Planner, "better", lambda self, fused, eager, split: self.plan(split()))
+    for budget in ("100%", "min"):
+        found.append(train(model, x, fused(budget)))
+        report = runtime.reports()[-1]
+        assert report.outside_bytes == 0
+        assert report.measured_peak_bytes <= report.peak_bytes <= report.budget_bytes
+    assert all(map(torch.equal, found[1], found[2]))
+    first = 1 + len(list(model.parameters()))
+    assert distance(found[1][:first], train(model, x)[:first]) < TOLERANCE
 
 
 def test_eager_kernels_are_eagers_to_the_bit():

@@ -1,5 +1,6 @@
 """The passes that find fused regions: convex, in program order, with the results of the graph."""
 
+import copy
 import random
 
 import pytest
@@ -9,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coop_plan.runtime.capture.graph_builder import GETITEM, is_view
 from coop_plan.runtime.fused import regions
-from coop_plan.runtime.fused.clusters import TIMES_LARGEST, clusters_of
+from coop_plan.runtime.fused.clusters import TIMES_LARGEST, clusters_of, parts_of
 from coop_plan.runtime.fused.in_kernel import MOST_READ, recompute_in_kernels
 from coop_plan.runtime.fused.ops import bytes_of, producer_of, storage_of
-from coop_plan.runtime.fused.regions import fuse_regions, region
+from coop_plan.runtime.fused.regions import REGION, fuse_regions, region
 from coop_plan.runtime.torch_internals import inductor
 from coop_plan.runtime.torch_internals.inductor_scheduler import scheduled
 
@@ -209,6 +210,57 @@ def test_a_region_has_at_most_twice_the_working_set_of_an_op(seed):
     fuse_regions(module, 1, uncompiled)
     assert len(module.graph.nodes) < ops
     assert largest_working_set(module.graph) <= most
+
+
+def bodies(graph):
+    """The graphs of the regions as text, by number, in program order."""
+    found = {}
+    for node in graph.find_nodes(op="call_function", target=region):
+        inner = node.meta["coop_op_maker"].args[0]
+        found.setdefault(node.meta[REGION], []).append(str(inner))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_split_regions_return_the_same_in_parts_of_fewer_bytes(seed):
+    """Others stay whole; no part has more bytes than the region."""
+    draw = random.Random(seed)
+    module = drawn(seed)
+    inputs = [torch.randn(4, 4, dtype=torch.float64) for _ in range(3)]
+    expected = module(*inputs)
+    whole, split = copy.deepcopy(module), copy.deepcopy(module)
+    fuse_regions(whole, 1, uncompiled)
+    before = bodies(whole.graph)
+    size = 4 * 4 * 4
+    limit = draw.choice([0, 3 * size, 4 * size])
+    limits = dict.fromkeys(draw.sample(sorted(before), max(1, len(before) // 2)), limit)
+    fuse_regions(split, 1, uncompiled, limits)
+    assert all(map(torch.equal, run(split, inputs), expected))
+    after = bodies(split.graph)
+    assert all(after[number] == before[number] for number in before.keys() - limits.keys())
+    assert after.keys() <= before.keys()
+    assert largest_working_set(split.graph) <= largest_working_set(whole.graph)
+
+
+@pytest.mark.parametrize("terms", [3, 4, 7])
+@pytest.mark.parametrize("most", [3, 4])
+def test_parts_of_a_sum_of_products_have_at_most_the_limit(terms, most):
+    graph = fx.Graph()
+    x = graph.placeholder("primals_1")
+    products = [graph.call_function(aten.mm.default, (x, x)) for _ in range(terms)]
+    total = products[0]
+    for other in products[1:]:
+        total = graph.call_function(aten.add.Tensor, (total, other))
+    graph.output((graph.call_function(aten.mm.default, (total, x)),))
+    with FakeTensorMode():
+        for node in graph.nodes:
+            node.meta["val"] = torch.empty(64, 64)
+    ops = [node for node in graph.nodes if node.op == "call_function"]
+    sums = [op for op in ops if op.target is aten.add.Tensor]
+    parts = parts_of(sums, ops, most * bytes_of(total))
+    assert [op for part in parts for op in part] == sums
+    assert max(map(len, parts)) <= most - 2
+    assert len(parts) < terms or most == 3
 
 
 @pytest.mark.parametrize("seed", range(12))
