@@ -34,11 +34,14 @@ def split_regions(
     most = max(_Needs(eager, options).of_ops)
     best, limits = fused, dict[int, int]()
     while over := (needs := _Needs(best, options)).limits(most):
+        if not any(limits.get(number, 1) for number in over):
+            break  # they are split as far as they can be
         limits |= {number: 0 if number in limits else limit for number, limit in over.items()}
         captured = capture(limits)
-        if captured is None or max(_Needs(captured, options).of_ops) >= max(needs.of_ops):
+        if captured is None:
             break
-        best = captured
+        if max(_Needs(captured, options).of_ops) < max(needs.of_ops):
+            best = captured
     return None if best is fused else best
 
 
