@@ -39,7 +39,9 @@ def run(*arguments):
 
 
 @cpu_build
-@pytest.mark.parametrize("module", ["test_cuda_device.py", "test_graph_replay.py"])
+@pytest.mark.parametrize(
+    "module", ["test_cuda_device.py", "test_cuda_iterations.py", "test_graph_replay.py"]
+)
 def test_steps_on_a_pretended_device(library, cache, module):
     tests = Path(__file__).with_name(module)
     plain = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")

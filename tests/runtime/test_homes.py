@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import coop_plan
 from coop_plan.runtime import PartlyUpdatedError, RuntimeRefusalError
@@ -112,14 +113,19 @@ def checked(report):
 class Pair:
     """A model trained by `train_iteration`, and a copy of it trained by the loop."""
 
-    def __init__(self, kind, optimizer, budget, clip_norm=None, link="8GB/s", **options):
-        self.ours, self.theirs = kind(), kind()
+    def __init__(
+        self, kind, optimizer, budget, clip_norm=None, link="8GB/s", device="cpu", **options
+    ):
+        self.ours, self.theirs, self.device = kind().to(device), kind().to(device), device
         make = OPTIMIZERS[optimizer]
         self.mine, self.other = make(self.ours.parameters()), make(self.theirs.parameters())
         self.clip_norm = clip_norm
         self.iteration = coop_plan.train_iteration(
             self.ours.loss, self.mine, budget, clip_norm=clip_norm, link=link, **options
         )
+
+    def batch(self, step, rows=ROWS):
+        return tree_map(lambda value: value.to(self.device), self.ours.batch(step, rows))
 
     def equal(self):
         return equal(state_of(self.ours, self.mine), state_of(self.theirs, self.other))
@@ -133,7 +139,7 @@ class Pair:
     def run(self, *steps, rows=ROWS, count=1):
         report = None
         for step in steps:
-            batches = [self.ours.batch(step + 100 * i, rows) for i in range(count)]
+            batches = [self.batch(step + 100 * i, rows) for i in range(count)]
             losses, norm = eager(self.theirs.loss, self.other, batches, self.clip_norm)
             made = self.iteration(*batches)
             assert equal(made if count > 1 else [made], losses)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from coop_plan.runtime.capture.op_timing import slots_alone, time_op
 from coop_plan.runtime.capture.profiler import SCRATCH_ALIGNMENT, summarize_events
 from coop_plan.runtime.device.build import arena as extension
+from coop_plan.runtime.device.cuda import install_allocator
 from coop_plan.runtime.errors import RuntimeRefusalError
 from coop_plan.runtime.op_profile import OpProfile, UpdateProfile
 from coop_plan.runtime.options import CUDA_ALIGNMENT
@@ -204,6 +205,8 @@ class Updates:
     ) -> UpdateProfile:
         name = type(optimizer).__name__
         cuda = like.device.type == "cuda"
+        if cuda:
+            install_allocator()
         alignment = CUDA_ALIGNMENT if cuda else SCRATCH_ALIGNMENT
         parameter = torch.nn.Parameter(torch.full_like(like, 0.5, requires_grad=False))
         gradient = torch.full_like(like, GRADIENT, requires_grad=False)

@@ -1,0 +1,42 @@
+"""Whole iterations on a CUDA device. Without one, test_cuda.py runs these on a pretended one."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+
+from tests.runtime.iterating import OPTIMIZERS
+from tests.runtime.strict_plans import check_plans
+from tests.runtime.test_homes import Gpt, Mlp, Pair
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def checked_plans(monkeypatch):
+    if torch.cuda.get_device_name() == "Pretended":
+        check_plans(monkeypatch)
+
+SEARCH = settings(
+    max_examples=6,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
+)
+
+
+@SEARCH
+@given(
+    kind=st.sampled_from([Mlp, Gpt]),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    clip_norm=st.sampled_from([None, 0.05]),
+    budget=st.sampled_from(["90%", "min"]),
+    count=st.integers(1, 3),
+)
+@example(Mlp, "adamw", None, "min", 1)
+@example(Mlp, "adamw-fused", 0.05, "min", 2)
+def test_any_iteration_is_the_loops(kind, optimizer, clip_norm, budget, count):
+    """Updates run within the arena, also those that make states."""
+    torch._dynamo.reset()
+    pair = Pair(kind, optimizer, budget, clip_norm, link=0, device="cuda")
+    pair.run(0, 1, 2, count=count)
