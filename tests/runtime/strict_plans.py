@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from coop_plan.runtime.capture.graph_builder import UPDATE
-from coop_plan.runtime.execute.compiled_plan import CompiledPlan
+from coop_plan.runtime.execute.compiled_plan import CompiledPlan, _copied_slots, _state_parts
 from coop_plan.runtime.execute.lower_to_fx import OCCURRENCE
 from coop_plan.runtime.execute.plan_index import PlanIndex
 from coop_plan.runtime.gradients.capture_adjust import accumulate
@@ -62,10 +62,14 @@ def _check_live(invocation, number):
     if invocation.in_joint_plan:  # its arena has other graphs' tensors
         return
     at = index.runs[number]
+    parts = _state_parts(captured)
     planned = {
-        buffer.offset
+        offset
         for buffer in index.buffers.values()
-        if buffer.made_at < at and (buffer.ends_at is None or buffer.ends_at >= at)
+        if buffer.offset is not None
+        and buffer.made_at < at
+        and (buffer.ends_at is None or buffer.ends_at >= at)
+        for _, offset in _copied_slots(buffer, parts)
     }
     live = set(invocation.memory.live_offsets) - {BORROWED}
     assert live <= planned, (

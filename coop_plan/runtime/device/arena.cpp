@@ -296,6 +296,25 @@ PyObject* exchange_memory(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+void drop_owner(void* owner) {
+  if (!Py_IsInitialized()) return;
+  const PyGILState_STATE state = PyGILState_Ensure();
+  Py_DECREF(static_cast<PyObject*>(owner));
+  PyGILState_Release(state);
+}
+
+// Lets a storage have memory at an address, which `owner` keeps alive.
+PyObject* lay_over(PyObject*, PyObject* args) {
+  PyObject *storage, *address, *owner;
+  Py_ssize_t size;
+  if (!PyArg_ParseTuple(args, "OOnO", &storage, &address, &size, &owner)) return nullptr;
+  auto* one = as<c10::StorageImpl>(storage);
+  Py_INCREF(owner);
+  one->set_data_ptr_noswap({as<char>(address), owner, &drop_owner, one->device()});
+  one->set_nbytes(size);
+  Py_RETURN_NONE;
+}
+
 struct Map : at::MapAllocator {
   using at::MapAllocator::flags_;
 };
@@ -635,6 +654,8 @@ PyMethodDef methods[] = {
      "(handle, storage, offset): move a live tensor within its memory, without its bytes."},
     {"exchange_memory", exchange_memory, METH_VARARGS,
      "(storage, storage): exchange the memory of two c10::StorageImpl."},
+    {"lay_over", lay_over, METH_VARARGS,
+     "(storage, address, bytes, owner): let a storage have memory that the owner keeps."},
     {"take_over", take_over, METH_VARARGS,
      "(storage, slice of a storage) -> True if a file gave its memory, to one tensor."},
     {"program_create", program_create, METH_VARARGS, "(first, sizes, offsets, kinds, smaller) -> handle"},

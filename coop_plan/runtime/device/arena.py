@@ -194,7 +194,7 @@ class Memory:
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 storage = value.untyped_storage()
                 if begin <= storage.data_ptr() < end:
-                    copy_out(storage, self._block.device)
+                    copy_out(storage)
 
     def _live_results(self) -> list[torch.UntypedStorage]:
         """Storages of the noted results that are alive, by address."""

@@ -21,7 +21,8 @@ import torch
 from coop_plan.runtime.device import build
 from coop_plan.runtime.device.arena import Memory
 from coop_plan.runtime.device.cuda import capturing
-from coop_plan.runtime.torch_internals.cuda import cuda_function
+from coop_plan.runtime.errors import RuntimeRefusalError
+from coop_plan.runtime.torch_internals.cuda import address_on_device, cuda_function
 from coop_plan.runtime.torch_internals.fakes import unset_fake_temporarily
 
 TO_HOST, FROM_HOST = range(2)
@@ -258,6 +259,27 @@ _captured: list[torch.Tensor] = []
 def pinned(size: int) -> torch.Tensor:
     """Pinned host memory, which a device can copy asynchronously."""
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def slab_of_homes(size: int, device: torch.device) -> torch.Tensor:
+    """Host memory whose parts a device's tensors may have; its kernels read them by the link.
+
+    On CUDA it is pinned, and freed after all work on the device.
+
+    Raises:
+        RuntimeRefusalError: the device cannot read pinned memory at the host's addresses.
+    """
+    if device.type == "cpu":
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+    slab = pinned(size)
+    with torch.cuda.device(device):
+        if size and address_on_device(slab.data_ptr()) != slab.data_ptr():
+            raise RuntimeRefusalError(
+                f"{device} cannot read pinned memory at the host's addresses, where parameters and"
+                " states would lie between their uses: keep them on the device by link=0"
+            )
+    weakref.finalize(slab, torch.cuda.synchronize, device).atexit = False
+    return slab
 
 
 _engines: "weakref.WeakKeyDictionary[Memory, CopyEngines]" = weakref.WeakKeyDictionary()

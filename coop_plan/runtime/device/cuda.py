@@ -5,7 +5,6 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -128,11 +127,11 @@ def moved_out(storages: Sequence[torch.UntypedStorage], device: int | None) -> I
 
     They wait on the host meanwhile: an arena is freed before they take other memory.
     """
-    empty = partial(torch.empty, 0, dtype=torch.uint8, device=f"cuda:{device}")
     on_host = []
     for storage in storages:
-        on_host.append(empty().set_(storage, 0, (storage.nbytes(),), (1,)).cpu())
-        exchange_memory(storage, empty().untyped_storage())
+        on_host.append(bytes_of(storage).cpu())
+        empty = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}")
+        exchange_memory(storage, empty.untyped_storage())
     try:
         yield
     finally:
@@ -142,15 +141,19 @@ def moved_out(storages: Sequence[torch.UntypedStorage], device: int | None) -> I
             exchange_memory(storage, values.to(f"cuda:{device}").untyped_storage())
 
 
-def copy_out(storage: torch.UntypedStorage, device: int) -> torch.UntypedStorage:
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The bytes of a storage, as a tensor of it."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def copy_out(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Move a storage to memory of PyTorch's allocator on the same device.
 
     Returns:
         A storage with the memory that it had.
     """
-    empty = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}")
-    values = empty.set_(storage, 0, (storage.nbytes(),), (1,)).clone()
-    before = values.untyped_storage()
+    before = bytes_of(storage).clone().untyped_storage()
     exchange_memory(storage, before)
     return before
 
@@ -159,6 +162,15 @@ def exchange_memory(first: torch.UntypedStorage, second: torch.UntypedStorage) -
     """Exchange the memory of two storages of equal size, of which one may have none."""
     ext: Any = extension()
     ext.exchange_memory(storage_object(first), storage_object(second))
+
+
+def part_of(slab: torch.Tensor, offset: int, size: int, device: torch.device) -> torch.Tensor:
+    """Bytes of a slab on the host as a tensor of a device, which keeps the slab alive."""
+    ext: Any = extension()
+    part = torch.empty(0, dtype=torch.uint8, device=device)
+    storage = part.untyped_storage()
+    ext.lay_over(storage_object(storage), slab.data_ptr() + offset, size, slab)
+    return part.set_(storage, 0, (size,), (1,))
 
 
 def take_over(storage: torch.UntypedStorage) -> bool:

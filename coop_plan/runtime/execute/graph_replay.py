@@ -368,8 +368,7 @@ class _Half:
         """Run the graph, after results of earlier replays that are still held have moved."""
         for i in range(len(self._storages)):
             if is_shared(self._storages, i):
-                device = self._storages[i].device.index
-                self._storages[i] = cuda.copy_out(self._storages[i], device)
+                self._storages[i] = cuda.copy_out(self._storages[i])
         self._graph.replay(invocation.states)
         return self.tensors(inputs)
 

@@ -12,11 +12,11 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from coop_plan.runtime.device.cuda import exchange_memory, take_over
+from coop_plan.runtime.device.copy_engines import slab_of_homes
+from coop_plan.runtime.device.cuda import bytes_of, exchange_memory, part_of, take_over
 from coop_plan.runtime.errors import RuntimeRefusalError
 from coop_plan.runtime.op_profile import part_offsets, parts_bytes
 from coop_plan.runtime.torch_internals.ops import elements_spanned
@@ -49,11 +49,10 @@ class Resident:
 
 
 def can_move(tensor: torch.Tensor) -> bool:
-    """True if a tensor is on the CPU and all of a storage whose memory may be exchanged."""
+    """True if a tensor is all of a storage whose memory may be exchanged."""
     storage = tensor.untyped_storage()
     return (
-        tensor.device.type == "cpu"
-        and tensor.numel() > 0
+        tensor.numel() > 0
         and tensor.storage_offset() == 0
         and elements_spanned(tensor) * tensor.element_size() == storage.nbytes()
         and not (tensor.is_conj() or tensor.is_neg())  # of which a copy's bytes are not the values
@@ -91,14 +90,17 @@ class Homes:
 
     def __init__(self) -> None:
         self.slab: torch.Tensor | None = None
+        self._device: torch.device
         self._owner: object = None
         self._homes: dict[int, _Home] = {}
         self._unsaved: dict[int, Copy] = {}
 
-    def begin(self, plan: Plan, residents: Mapping[int, Resident]) -> None:
+    def begin(
+        self, plan: Plan, residents: Mapping[int, Resident], device: torch.device
+    ) -> None:
         """Place all residents of a plan with homes in its slab, and give those of others memory.
 
-        `residents` are the movable residents of the plan's graph, by tensor id.
+        `residents` are the movable residents of the plan's graph, by tensor id, on `device`.
 
         Raises:
             RuntimeRefusalError: memory of a resident has to stay, has another size, or is shared.
@@ -116,7 +118,7 @@ class Homes:
             for storage in itertools.chain(*before, *now):
                 _check_movable(storage)
             size = plan.host_arena_bytes if homes else 0
-            self.slab = torch.empty(size, dtype=torch.uint8, device="cpu")
+            self.slab, self._device = slab_of_homes(size, device), device
             self._homes, self._owner = homes, residents
         for storage in left:
             if not _has_to_stay(storage):  # else it keeps the former slab
@@ -172,9 +174,9 @@ class Homes:
         home.place(placed)
 
     def memory(self, offset: int, size: int) -> torch.Tensor:
-        """Bytes of the slab, which they keep alive."""
+        """Bytes of the slab, which they keep alive, on the device of the residents."""
         assert self.slab is not None
-        return torch.frombuffer(self.slab.numpy(), dtype=torch.uint8, count=size, offset=offset)
+        return part_of(self.slab, offset, size, self._device)
 
     @property
     def end(self) -> int:
@@ -233,16 +235,18 @@ class Homes:
         assert self.slab is not None
         for tensor, copy in self._unsaved.items():
             for (offset, size), part in zip(self.parts_of(tensor), copy, strict=True):
-                self.memory(offset, size).untyped_storage().copy_(part.untyped_storage(), False)
+                self.memory(offset, size).copy_(bytes_of(part.untyped_storage()))
         self._unsaved.clear()
 
 
 def _has_to_stay(storage: torch.UntypedStorage) -> bool:
     """True if a numpy array was made of the storage, or other processes share it.
 
-    PyTorch marks storages of arrays, and those that it read from a file as well.
+    PyTorch marks storages of arrays, and those that it read from a file as well. It calls each one
+    on CUDA shared.
     """
-    return storage.is_shared() or not (storage.resizable() or take_over(storage))
+    shared = storage.device.type == "cpu" and storage.is_shared()
+    return shared or not (storage.resizable() or take_over(storage))
 
 
 def _check_unshared(
@@ -274,7 +278,7 @@ def _check_movable(storage: torch.UntypedStorage) -> None:
 
 def _own_memory(storage: torch.UntypedStorage) -> torch.Tensor:
     """New memory of a storage's size, of PyTorch's allocator."""
-    return torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
+    return torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
 
 
 def _move(storage: torch.UntypedStorage, memory: torch.Tensor) -> None:
@@ -284,6 +288,5 @@ def _move(storage: torch.UntypedStorage, memory: torch.Tensor) -> None:
         RuntimeRefusalError: a numpy array or another process has its address.
     """
     _check_movable(storage)
-    other: Any = memory.untyped_storage()
-    other.copy_(storage, False)
-    exchange_memory(storage, other)
+    memory.copy_(bytes_of(storage))
+    exchange_memory(storage, memory.untyped_storage())

@@ -35,6 +35,14 @@ def cuda_function(name: str) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
+def address_on_device(address: int) -> int | None:
+    """Address at which the current device's kernels read pinned memory; None if they cannot."""
+    found = ctypes.c_void_p()
+    ask = ctypes.CDLL(str(CUDA_LIBRARY)).cudaHostGetDevicePointer
+    failed: int = ask(ctypes.byref(found), ctypes.c_void_p(address), ctypes.c_uint(0))
+    return None if failed else found.value
+
+
 def keep_busy(cycles: int) -> None:
     """Occupy the current stream for so many cycles of the device's clock."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]

@@ -33,7 +33,7 @@ def movable_residents(
 
     These are parameters that are updated, with their states, and static inputs that are only read:
     frozen weights. Each has a storage of its own, which it fills, and no state of another parameter
-    is there. On CUDA there are none.
+    is there.
 
     Args:
         captured: the iteration.
@@ -41,8 +41,6 @@ def movable_residents(
         inputs: its inputs.
         static: positions of the inputs that are parameters or buffers.
     """
-    if captured.device.type != "cpu":
-        return {}
     owners = Counter(
         value.untyped_storage().data_ptr() for value in inputs if isinstance(value, torch.Tensor)
     )
@@ -66,6 +64,7 @@ def movable_residents(
         if (
             t is None
             or t in written
+            or value.device != captured.device
             or owners[value.untyped_storage().data_ptr()] > 1
             or not can_move(value)
         ):

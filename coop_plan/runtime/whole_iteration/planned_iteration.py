@@ -86,7 +86,7 @@ class PlannedIteration:
         for resident in self._residents.values():
             if resident.position is not None:
                 resident.parameter = inputs[resident.position]
-        self._homes.begin(self._plan, self._residents)
+        self._homes.begin(self._plan, self._residents, self._captured.device)
         with pool.entering():
             pool.allocate(invocation)
             if invocation.transfers is not None:

@@ -226,7 +226,12 @@ class TrainIteration:
         One trace serves other parameters of equal shapes, too, and other groups.
         """
         updates = self._updates.among(inputs)
-        movable = [inputs[at] for at in traced.static] if self._options.plan.link else ()
+        link = self._options.plan.link
+        movable = [
+            inputs[at]
+            for at in traced.static
+            if link or (link is None and inputs[at].device.type == "cuda")  # it is measured
+        ]
         key = (
             self._updates.key(updates),
             *(value.untyped_storage().nbytes() for value in movable),
@@ -270,7 +275,7 @@ class TrainIteration:
             return iteration_graph(joint, traced.outputs, profiles, self._clip_norm, scaled)
 
         def movable(captured: Captured) -> dict[int, Resident]:
-            if not self._options.plan.link:
+            if not self._options.plan.apply_link(captured.graph).device.linked:
                 return {}
             return movable_residents(captured, updates, inputs, traced.static)
 

@@ -68,8 +68,8 @@ class ParameterUpdate:
         return group
 
     def state_storages(self) -> list[torch.UntypedStorage]:
-        """The storages of the parameter's states; none before they are made."""
-        return storages_of(self.optimizer.state.get(self.parameter, {}))
+        """The storages of the parameter's states on its device; none before they are made."""
+        return storages_of(self.optimizer.state.get(self.parameter, {}), self.parameter.device)
 
     @property
     def has_states(self) -> bool:
@@ -226,7 +226,7 @@ class Updates:
                 events = ext.record_end()
             found.append(summarize_events(events, [], [], name, alignment)[1:])
             changes_gradient |= not bool((gradient == GRADIENT).all())
-            kept = storages_of([*state.values()])
+            kept = storages_of([*state.values()], like.device)
             kept_bytes.append(sum(storage.nbytes() for storage in kept))
         if parameter.data_ptr() != place or storage_key(gradient) in map(storage_object, kept):
             raise RuntimeRefusalError(
@@ -272,9 +272,10 @@ def host_us(run: Callable[[], None], read: int) -> float:
         return thread.submit(time_op, run, (), read, None, own_code=True).result()
 
 
-def storages_of(states: Any) -> list[torch.UntypedStorage]:
-    """The storages of the tensors in an optimizer's states, each once, that are not empty."""
-    tensors = (value for value in tree_flatten(states)[0] if isinstance(value, torch.Tensor))
+def storages_of(states: Any, device: torch.device) -> list[torch.UntypedStorage]:
+    """The storages on a device of the tensors in states, each once, that are not empty."""
+    values = tree_flatten(states)[0]
+    tensors = (v for v in values if isinstance(v, torch.Tensor) and v.device == device)
     found = {storage_key(value): value.untyped_storage() for value in tensors}
     return [storage for storage in found.values() if storage.nbytes()]
 
