@@ -206,6 +206,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
+  m.impl("set_.source_Storage",
+         static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(at::native::set_));
   m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   m.impl("resize_", resize_);
   m.impl("copy_", copy_);

@@ -158,6 +158,7 @@ def pretend(path):
     import torch
 
     from coop_plan.runtime.device import copy_engines
+    from coop_plan.runtime.device.cuda import bytes_of
     from coop_plan.runtime.torch_internals import cuda as library
     from tests.runtime import simulated_graphs
 
@@ -203,6 +204,7 @@ def pretend(path):
     torch._C._cuda_endAllocateToPool = simulated_graphs.end_pool
     torch._C._cuda_releasePool = lambda device, pool: None
     copy_engines.pinned = lambda size: torch.empty(size, dtype=torch.uint8)
+    torch.UntypedStorage.clone = lambda storage: bytes_of(storage).clone().untyped_storage()
     torch.Tensor.record_stream = lambda tensor, stream: None
 
 

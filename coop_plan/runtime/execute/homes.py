@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import torch
 
 from coop_plan.runtime.device.copy_engines import slab_of_homes
-from coop_plan.runtime.device.cuda import bytes_of, exchange_memory, part_of, take_over
-from coop_plan.runtime.errors import RuntimeRefusalError
+from coop_plan.runtime.device.cuda import bytes_of, capturing, exchange_memory, part_of, take_over
+from coop_plan.runtime.errors import CudaGraphError, RuntimeRefusalError
 from coop_plan.runtime.op_profile import part_offsets, parts_bytes
 from coop_plan.runtime.torch_internals.ops import elements_spanned
 from coop_plan.schemas import Plan
@@ -95,16 +95,20 @@ class Homes:
         self._homes: dict[int, _Home] = {}
         self._unsaved: dict[int, Copy] = {}
 
-    def begin(
-        self, plan: Plan, residents: Mapping[int, Resident], device: torch.device
-    ) -> None:
+    def begin(self, plan: Plan, residents: Mapping[int, Resident], device: torch.device) -> None:
         """Place all residents of a plan with homes in its slab, and give those of others memory.
 
         `residents` are the movable residents of the plan's graph, by tensor id, on `device`.
 
         Raises:
             RuntimeRefusalError: memory of a resident has to stay, has another size, or is shared.
+            CudaGraphError: a CUDA graph is captured.
         """
+        if plan.homes and device.type == "cuda" and capturing():
+            raise CudaGraphError(
+                "a CUDA graph cannot have an iteration whose parameters or states are on the host"
+                " between their uses: call it outside of the capture, or use link=0"
+            )
         now = [residents[home.tensor].storages() for home in plan.homes]
         _check_unshared(plan, residents, now)
         former, former_homes = self.slab, self._homes.values()
@@ -288,5 +292,8 @@ def _move(storage: torch.UntypedStorage, memory: torch.Tensor) -> None:
         RuntimeRefusalError: a numpy array or another process has its address.
     """
     _check_movable(storage)
-    memory.copy_(bytes_of(storage))
+    values = bytes_of(storage)
+    memory.copy_(values)
+    if values.is_cuda:  # its allocator may know another stream
+        values.record_stream(torch.cuda.current_stream(values.device))
     exchange_memory(storage, memory.untyped_storage())
