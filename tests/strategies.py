@@ -53,7 +53,12 @@ class _Draft:
             }
         )
 
-    def finish(self, bandwidth):
+    def launches(self):
+        times = st.sampled_from([0.0, 0.0, 0.25, 0.5, 3.0])
+        kind = self.draw(st.sampled_from(["cpu", "cuda"]))
+        return {"kind": kind, "launch_us": self.draw(times), "copy_launch_us": self.draw(times)}
+
+    def finish(self, bandwidth, launches=False):
         # Ids are neither dense nor in order: nothing may take them for positions.
         step = self.draw(st.sampled_from([1, 3]))
         count = len(self.tensors)
@@ -82,9 +87,7 @@ class _Draft:
                 h2d_bytes_per_s=self.draw(st.sampled_from([4e6, 1e6, 1e7 / 3])),
                 d2h_bytes_per_s=self.draw(st.sampled_from([2e6, 4e6, 1e7 / 3])),
                 copy_latency_us=self.draw(st.sampled_from([0.0, 0.0, 0.75])),
-                kind=self.draw(st.sampled_from(["cpu", "cuda"])),
-                launch_us=self.draw(st.sampled_from([0.0, 0.0, 0.5, 2.0])),
-                copy_launch_us=self.draw(st.sampled_from([0.0, 0.0, 0.25, 3.0])),
+                **(self.launches() if launches else {}),
             )
             if bandwidth
             else Device(),
@@ -172,17 +175,27 @@ def overwriting_graphs(draw, max_ops=8, *, bandwidth=False):
 
 
 @st.composite
-def graphs(draw, max_ops=8, *, mutates=True, inplace=True, variants=True, rng=True, bandwidth=True):
+def graphs(
+    draw,
+    max_ops=8,
+    *,
+    mutates=True,
+    inplace=True,
+    variants=True,
+    rng=True,
+    bandwidth=True,
+    launches=False,
+):
     """Valid graphs of about `max_ops` ops and tensors of 0 to 16 bytes.
 
-    The flags switch features off: tensors overwritten in place, in-place pairs, operator variants,
+    The flags switch features off, `launches` those of the host on. Features: tensors overwritten in place, in-place pairs, operator variants,
     random ops, bandwidths (without which a plan must not swap). Always possible are several or no
     outputs per op, dead outputs, no bytes, no cost, workspace, ops that cannot be recomputed.
     """
     draft = _Draft(draw, mutates, inplace, variants, rng)
     build = draw(st.sampled_from([_arbitrary, _training]))
     build(draft, max_ops)
-    return draft.finish(bandwidth)
+    return draft.finish(bandwidth, launches)
 
 
 @st.composite

@@ -80,7 +80,12 @@ def iteration(layers=4, weight=1000, activation=300, cost=400.0):
     return Graph(schema_="coop-plan/graph/1", device=FAST, tensors=tensors, ops=ops)
 
 
-@given(graphs(), st.sampled_from(["outside", "arena"]), st.sampled_from([1, 4]), st.integers(0, 9))
+@given(
+    graphs(launches=True),
+    st.sampled_from(["outside", "arena"]),
+    st.sampled_from([1, 4]),
+    st.integers(0, 9),
+)
 @settings(max_examples=40)
 def test_homes_never_cost_more_and_never_need_more_memory(graph, outputs, alignment, share):
     """`min` and the cost at a budget are at most those with all residents on the device.

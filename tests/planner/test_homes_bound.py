@@ -27,7 +27,7 @@ def bound_of(problem, budget):
 @st.composite
 def tiny(draw):
     """Tiny graphs of movable residents; some updates may run on the host."""
-    graph = movable(draw(graphs(max_ops=4, variants=False)))
+    graph = movable(draw(graphs(max_ops=4, variants=False, launches=True)))
     resident = {tensor.id for tensor in graph.tensors if tensor.resident}
     ops = [
         on_host(op, draw(COSTS)) if not op.outputs and {*op.mutates} <= resident else op

@@ -69,7 +69,7 @@ def iteration(layers=4, weight=1000, host_us=300.0):
 @st.composite
 def graphs_with_updates(draw):
     """Random graphs of movable residents, whose ops without outputs may run on the host."""
-    graph = movable(draw(graphs()))
+    graph = movable(draw(graphs(launches=True)))
     resident = {tensor.id for tensor in graph.tensors if tensor.resident}
     ops = [
         on_host(op, draw(COSTS)) if not op.outputs and {*op.mutates} <= resident else op

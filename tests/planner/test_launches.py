@@ -51,7 +51,7 @@ def longest_path(graph, steps):
 
 
 @settings(max_examples=200, deadline=None)
-@given(graph=graphs(max_ops=10, rng=False), outputs=OUTPUTS, data=st.data())
+@given(graph=graphs(max_ops=10, rng=False, launches=True), outputs=OUTPUTS, data=st.data())
 def test_a_makespan_is_the_longest_path_over_launches_and_copies(graph, outputs, data):
     """Planner and verifier agree on it, for any variants, recomputes and copies."""
     problem = Problem.from_graph(graph, 1, outputs)

@@ -65,7 +65,7 @@ def overhead(graph, budget, **options):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    graph=graphs(max_ops=14, variants=False),
+    graph=graphs(max_ops=14, variants=False, launches=True),
     share=st.sampled_from(["80%", "60%", "45%", "30%"]),
     host=st.sampled_from([None, 4, 16, 40]),
 )
@@ -84,7 +84,7 @@ def test_a_link_never_makes_a_plan_dearer_and_the_hosts_budget_is_kept(graph, sh
 
 @settings(max_examples=60, deadline=None)
 @given(
-    graph=graphs(max_ops=16, variants=False),
+    graph=graphs(max_ops=16, variants=False, launches=True),
     seed=st.integers(0, 99),
     share=st.floats(0.2, 0.9),
     outputs=st.sampled_from(["arena", "outside"]),
@@ -110,7 +110,7 @@ def test_the_search_measures_what_the_schedule_costs_and_needs(graph, seed, shar
 
 @settings(max_examples=60, deadline=None)
 @given(
-    graph=graphs(max_ops=16, variants=False),
+    graph=graphs(max_ops=16, variants=False, launches=True),
     seed=st.integers(0, 99),
     share=st.floats(0.5, 1.0),
     speeds=st.tuples(st.sampled_from([0.5, 2.0, 8.0]), st.sampled_from([0.5, 2.0, 8.0])),

@@ -28,7 +28,8 @@ from tests.planner.test_exact import BUDGETS, SETTINGS
 from tests.strategies import graphs
 from tests.support import make_graph
 
-TINY = graphs(max_ops=5, mutates=False, variants=False)
+TINY = graphs(max_ops=5, mutates=False, variants=False, launches=True)
+TINY_APART = graphs(max_ops=5, mutates=False, variants=False, inplace=False, launches=True)
 HOSTS = st.sampled_from([None, None, 8, 24])
 
 
@@ -100,7 +101,7 @@ def test_optimal_agrees_with_exhaustive_search(graph, host, outputs, share, alig
 
 
 @settings(SETTINGS, max_examples=20)
-@given(graph=graphs(max_ops=5, mutates=False, variants=False, inplace=False), host=HOSTS, **BUDGETS)
+@given(graph=TINY_APART, host=HOSTS, **BUDGETS)
 def test_coop_offline_finds_the_shortest_makespan(graph, host, outputs, share, alignment):
     """In program order, nothing in place; among outputs too, which may go and come back.
 

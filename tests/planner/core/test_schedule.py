@@ -92,7 +92,7 @@ def random_orders(problem, draw):
 
 @settings(max_examples=300, deadline=None)
 @given(
-    graph=graphs(max_ops=10, rng=False),
+    graph=graphs(max_ops=10, rng=False, launches=True),
     outputs=OUTPUTS,
     unit=st.sampled_from([1, 8]),
     data=st.data(),
