@@ -5,6 +5,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,11 +128,11 @@ def moved_out(storages: Sequence[torch.UntypedStorage], device: int | None) -> I
 
     They wait on the host meanwhile: an arena is freed before they take other memory.
     """
+    empty = partial(torch.empty, 0, dtype=torch.uint8, device=f"cuda:{device}")
     on_host = []
     for storage in storages:
         on_host.append(bytes_of(storage).cpu())
-        empty = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}")
-        exchange_memory(storage, empty.untyped_storage())
+        exchange_memory(storage, empty().untyped_storage())
     try:
         yield
     finally:
