@@ -196,7 +196,7 @@ def _of_iteration(row: dict[str, Any]) -> str:
     if within["host_bytes"]:
         text += f", {format_bytes(within['host_bytes'])} on the host"
         if row["context_bytes"]:
-            text += " (a plan alone: on CUDA the runtime keeps parameters on the device)"
+            text += " (a plan alone: on CUDA the runtime updates them on the device)"
     return text
 
 

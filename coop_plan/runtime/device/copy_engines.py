@@ -276,7 +276,7 @@ def slab_of_homes(size: int, device: torch.device) -> torch.Tensor:
         if size and address_on_device(slab.data_ptr()) != slab.data_ptr():
             raise RuntimeRefusalError(
                 f"{device} cannot read pinned memory at the host's addresses, where parameters and"
-                " states would lie between their uses: keep them on the device by link=0"
+                " states would lie between their uses: keep them on the device: leave link out"
             )
     weakref.finalize(slab, torch.cuda.synchronize, device).atexit = False
     return slab

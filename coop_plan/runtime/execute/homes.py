@@ -107,7 +107,7 @@ class Homes:
         if plan.homes and device.type == "cuda" and capturing():
             raise CudaGraphError(
                 "a CUDA graph cannot have an iteration whose parameters or states are on the host"
-                " between their uses: call it outside of the capture, or use link=0"
+                " between their uses: call it outside of the capture, or leave link out"
             )
         now = [residents[home.tensor].storages() for home in plan.homes]
         _check_unshared(plan, residents, now)

@@ -226,12 +226,7 @@ class TrainIteration:
         One trace serves other parameters of equal shapes, too, and other groups.
         """
         updates = self._updates.among(inputs)
-        link = self._options.plan.link
-        movable = [
-            inputs[at]
-            for at in traced.static
-            if link or (link is None and inputs[at].device.type == "cuda")  # it is measured
-        ]
+        movable = [inputs[at] for at in traced.static] if self._options.plan.link else ()
         key = (
             self._updates.key(updates),
             *(value.untyped_storage().nbytes() for value in movable),
@@ -275,7 +270,7 @@ class TrainIteration:
             return iteration_graph(joint, traced.outputs, profiles, self._clip_norm, scaled)
 
         def movable(captured: Captured) -> dict[int, Resident]:
-            if not self._options.plan.apply_link(captured.graph).device.linked:
+            if not self._options.plan.link:
                 return {}
             return movable_residents(captured, updates, inputs, traced.static)
 
