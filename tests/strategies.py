@@ -188,9 +188,10 @@ def graphs(
 ):
     """Valid graphs of about `max_ops` ops and tensors of 0 to 16 bytes.
 
-    The flags switch features off, `launches` those of the host on. Features: tensors overwritten in place, in-place pairs, operator variants,
-    random ops, bandwidths (without which a plan must not swap). Always possible are several or no
-    outputs per op, dead outputs, no bytes, no cost, workspace, ops that cannot be recomputed.
+    The flags switch features off: tensors overwritten in place, in-place pairs, operator variants,
+    random ops, bandwidths (without which a plan must not swap). `launches` adds those of the host.
+    Always possible are several or no outputs per op, dead outputs, no bytes, no cost, workspace,
+    ops that cannot be recomputed.
     """
     draft = _Draft(draw, mutates, inplace, variants, rng)
     build = draw(st.sampled_from([_arbitrary, _training]))
