@@ -58,8 +58,11 @@ def parts_of(
     """Parts of a cluster of some of `ops` that read and make at most `limit` bytes each.
 
     A part is cut in two, in program order, where the larger half has the fewest bytes. One that
-    each cut makes larger, as by a float32 copy of narrower tensors, stays beyond the limit.
+    each cut makes larger, as by a float32 copy of narrower tensors, stays beyond the limit. At a
+    limit of 0 all are single ops, which have no scratch of a region.
     """
+    if not limit:
+        return [[op] for op in members]
     working_set, found = _Values(ops).working_set, list[Sequence[fx.Node]]()
 
     def add(part: Sequence[fx.Node], size: int) -> None:

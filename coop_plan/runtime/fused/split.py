@@ -20,7 +20,7 @@ def split_regions(
     An op needs its inputs, results and scratch, the residents, and the outputs made before it that
     stay in the arena. No plan needs less. So the regions to split are known from bytes alone, and
     are equal for all ranks, starts and budgets. Parts of a region read and make at most what its
-    scratch leaves. If the scratch of a part is too much, its region is split as far as it can be.
+    scratch leaves. If the scratch of a part is too much, its region is split into single ops.
 
     Args:
         fused: the step over whole regions.
