@@ -37,6 +37,7 @@ from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.execute.arena_pool import ArenaPools, arena_pools_of, release
 from coop_plan.runtime.execute.budget_check import warn_of_profiling
 from coop_plan.runtime.execute.first_plan import CaptureGraph, ChunkedGraph, FirstPlan, Planner
+from coop_plan.runtime.execute.launch_times import measure_launches
 from coop_plan.runtime.execute.lower_to_fx import stubs
 from coop_plan.runtime.execute.planned_step import PlannedStep
 from coop_plan.runtime.fused.regions import fuse_regions
@@ -266,6 +267,7 @@ class _Compilation:
             capture_joint,
             num_fwd_outputs=num_fwd_outputs,
             static_inputs=static_inputs,
+            launches=measure_launches,
             variants=variants,
             cuda_graphs=self.options.cuda_graphs,
         )

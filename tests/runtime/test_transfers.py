@@ -8,6 +8,7 @@ import coop_plan
 from coop_plan.runtime.capture import joint_graph
 from coop_plan.runtime.execute.launch_times import measure_launches
 from coop_plan.runtime.execute.transfers import TransferRunner
+from coop_plan.runtime.whole_iteration import train_iteration
 from coop_plan.schemas import Offload, Prefetch, Wait
 from tests.runtime.test_homes import Gpt, Mlp, Pair
 
@@ -76,12 +77,12 @@ def test_launches_of_the_cpu_are_measured_once(own_cache, monkeypatch):
         measured.append(measure_launches())
         return measured[-1]
 
-    monkeypatch.setattr(joint_graph, "measure_launches", measure)
+    monkeypatch.setattr(train_iteration, "measure_launches", measure)
     for rows in (8, 16):
-        joint_graph._measured_launches.cache_clear()
+        joint_graph._measured.cache_clear()
         report = Pair(Mlp, "sgd", "90%").run(0, rows=rows)
         device = report.graph.device
         assert measured == [
             {"launch_us": device.launch_us, "copy_launch_us": device.copy_launch_us}
         ]
-    joint_graph._measured_launches.cache_clear()
+    joint_graph._measured.cache_clear()

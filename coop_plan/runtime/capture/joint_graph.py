@@ -34,7 +34,6 @@ from coop_plan.runtime.distributed.collectives import (
     complete_collectives,
 )
 from coop_plan.runtime.errors import CaptureError
-from coop_plan.runtime.execute.launch_times import measure_launches
 from coop_plan.runtime.op_profile import OpProfile
 from coop_plan.runtime.torch_internals.fakes import real_mode
 from coop_plan.runtime.torch_internals.joint_graphs import (
@@ -53,6 +52,8 @@ RUNTIME = "runtime"
 """Name of the tensor for the memory that the runtime itself allocates during a step."""
 
 LAUNCHES = "launches"
+
+Launches = Callable[[], Mapping[str, float]]
 """Signature of the launch times in the cache of profiles."""
 
 SAVED_HANDLE_BYTES = 8
@@ -136,6 +137,7 @@ def capture_joint(
     fuse: Callable[[fx.GraphModule, int], None] | None = None,
     *,
     cuda_graphs: bool = False,
+    launches: Launches | None = None,
 ) -> Captured:
     """Profile the ops of a joint graph, and build its graph document.
 
@@ -149,6 +151,7 @@ def capture_joint(
         fuse: a pass (`fused.regions.fuse_regions`) that replaces ops by fused regions.
         cuda_graphs: on CUDA, count memory that graphs of the step keep: for the results, and for
             copies of inputs that are neither parameters nor buffers.
+        launches: measures the CPU's launch times (`execute.launch_times`); without it they are 0.
 
     Raises:
         CaptureError: an op or input that cannot be planned.
@@ -183,7 +186,10 @@ def capture_joint(
         table = VariantTable(builder)
         for add_variants in variants.additions if variants else ():
             add_variants(builder, table)
-    device_document = _device_document(device) if model is None else model.device_document()
+    if model is None:
+        device_document = _device_document(device, launches)
+    else:
+        device_document = model.device_document()
     if cuda_graphs and device.type == "cuda":  # a replay launches nothing by itself
         device_document |= {"launch_us": 0.0, "copy_launch_us": 0.0}
     if measured_on_cuda:
@@ -305,22 +311,22 @@ def _hook_cuda_allocator() -> None:
     cuda.install_allocator()
 
 
-def _device_document(device: torch.device) -> dict[str, Any]:
+def _device_document(device: torch.device, launches: Launches | None) -> dict[str, Any]:
     """The device entry of the graph document."""
     if device.type == "cpu":
         name = torch.backends.cpu.get_cpu_capability()
-        return {"kind": "cpu", "name": name, **_cpu_launches()}
+        return {"kind": "cpu", "name": name, **({} if launches is None else _cached(launches))}
     found = torch.cuda.get_device_properties(device)
     device_document = {"kind": "cuda", "name": found.name, "memory_bytes": found.total_memory}
     return device_document | _link(device)
 
 
-def _cpu_launches() -> dict[str, float]:
+def _cached(launches: Launches) -> dict[str, float]:
     """Launch times of the CPU, from the cache of profiles or measured."""
     cache = session()
     record = None if cache is None else cache.get(LAUNCHES)
     if record is None:
-        record = _measured_launches()
+        record = _measured(launches)
         if cache is not None:
             cache.put(LAUNCHES, record)
     found: dict[str, float] = json.loads(record)
@@ -328,9 +334,9 @@ def _cpu_launches() -> dict[str, float]:
 
 
 @functools.cache
-def _measured_launches() -> str:
+def _measured(launches: Launches) -> str:
     with real_mode():
-        return json.dumps(measure_launches())
+        return json.dumps(launches())
 
 
 @functools.cache

@@ -138,7 +138,7 @@ class CpuCopyEngines(CopyEngines):
         engine, number = handle
         if engine not in cpu_engines():
             raise RuntimeError("the copy was submitted before this process was forked")
-        return CopyTiming._make(build.copy_engines().wait(engine, number))
+        return CopyTiming(*build.copy_engines().wait(engine, number))
 
     def wait_on_host(self, handle: CopyHandle) -> Callable[[], CopyTiming]:
         build.copy_engines().share(*handle)

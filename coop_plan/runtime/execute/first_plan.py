@@ -145,7 +145,7 @@ class Planner:
             found += map(exact.plan, parts)
             best = min(found, key=lambda made: (made.plan.budget_bytes, made.plan.cost_us))
             within = replace(exact.within(best.plan.budget_bytes), from_above=False)
-            return within._cheapest_or(best, parts)
+            return within.cheapest_or(best, parts)
         least_us = sum(op.cost_us for op in eager.graph.ops)
         return self._either(
             lambda planner: planner.plan(fused),
@@ -204,19 +204,19 @@ class Planner:
             if not graphs:
                 return first(self)
             try:
-                return exact.within(error.budget_bytes)._cheapest(graphs)
+                return exact.within(error.budget_bytes).cheapest(graphs)
             except InfeasibleBudgetError:
                 if self.options.plan.budget.kind == "bytes" or not self.raised:
                     raise
             reason = str(error)  # text: an error would keep the frames of all callers alive
         else:
             within = replace(exact.within(best.plan.budget_bytes), from_above=False)
-            return within._cheapest_or(best, others() if is_worth(best.plan) else ())
+            return within.cheapest_or(best, others() if is_worth(best.plan) else ())
         least = smallest(self.within(None))
         log_raised(self.raised, least.plan, reason, self.history)
         return least
 
-    def _cheapest(self, graphs: Sequence[Captured]) -> FirstPlan:
+    def cheapest(self, graphs: Sequence[Captured]) -> FirstPlan:
         """The plan of least cost among those of `graphs`; an error if none has one."""
         first, *others = graphs
         try:
@@ -225,15 +225,15 @@ class Planner:
             if not others:
                 raise
         else:
-            return self._cheapest_or(best, others)
-        return self._cheapest(others)
+            return self.cheapest_or(best, others)
+        return self.cheapest(others)
 
-    def _cheapest_or(self, best: FirstPlan, graphs: Sequence[Captured]) -> FirstPlan:
+    def cheapest_or(self, best: FirstPlan, graphs: Sequence[Captured]) -> FirstPlan:
         """The plan of least cost among `best` and those of `graphs`."""
         if not graphs:
             return best
         try:
-            other = self._cheapest(graphs)
+            other = self.cheapest(graphs)
         except InfeasibleBudgetError:
             return best
         return min(best, other, key=lambda found: found.plan.cost_us)

@@ -16,6 +16,7 @@ from coop_plan.runtime.capture.joint_graph import Captured, capture_joint
 from coop_plan.runtime.capture.tracing_rules import as_eager
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.execute.first_plan import ChunkedGraph
+from coop_plan.runtime.execute.launch_times import measure_launches
 from coop_plan.runtime.fused.compiled import compiled_ops, modelled_ops
 from coop_plan.runtime.fused.regions import fuse_regions
 from coop_plan.runtime.fused.split import split_regions
@@ -223,7 +224,10 @@ def graphs_of(
                 assert optimizer is not None and model is not None
                 results = num_fwd_outputs + optimizer.clip_norm
                 return capture_iteration(module, results, static, name, model)
-            return capture_joint(module, num_fwd_outputs, static, name, model, ways, fuse)
+            return capture_joint(
+                *(module, num_fwd_outputs, static, name, model, ways, fuse),
+                launches=measure_launches,
+            )
 
         def in_chunks() -> Captured | None:
             other = copy_of(joint)

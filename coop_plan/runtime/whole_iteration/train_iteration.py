@@ -20,6 +20,7 @@ from coop_plan.runtime.execute.arena_pool import arena_pools_of
 from coop_plan.runtime.execute.budget_check import warn_of_profiling
 from coop_plan.runtime.execute.first_plan import ChunkedGraph, Planner
 from coop_plan.runtime.execute.homes import Homes, Resident
+from coop_plan.runtime.execute.launch_times import measure_launches
 from coop_plan.runtime.execute.lower_to_fx import stubs
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
@@ -276,7 +277,11 @@ class TrainIteration:
 
         def capture(module: fx.GraphModule) -> Captured:
             found = in_loop_order(
-                capture_joint(module, results, static, "iteration", variants=variants)
+                capture_joint(
+                    *(module, results, static, "iteration"),
+                    variants=variants,
+                    launches=measure_launches,
+                )
             )
             return with_movable(found, movable(found))
 
