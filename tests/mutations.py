@@ -79,6 +79,13 @@ MUTATIONS = (
         "at = offsets[j] + height[j] - 1",
         ("tests/planner/test_placement.py::test_every_constraint_is_kept",),
     ),
+    Mutation(  # after its first restart an annealing restarts at every check
+        "restart-streak",
+        "planner/search",
+        "self.load(best[1])\n                    streak = 0",
+        "self.load(best[1])",
+        ("tests/planner/test_annealing.py",),
+    ),
     Mutation(  # an output takes over an input that another op of the closure still reads
         "in-place-guard",
         "planner/online",

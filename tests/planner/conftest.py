@@ -5,7 +5,7 @@ import pytest
 from coop_plan.planner import method
 from coop_plan.planner.exact.solver.process import SolverProcess
 from coop_plan.planner.heuristic import coop_offline
-from coop_plan.planner.search.compute import annealing
+from coop_plan.planner.search import annealing
 
 
 class TickingClock:

@@ -321,10 +321,10 @@ def test_the_sequence_is_annealed_as_often_as_the_time_suffices(clock, monkeypat
     class Noted:
         """In place of an annealing, its seed."""
 
-        def __init__(self, portfolio, ops, deadline):
+        def __init__(self, portfolio, ops):
             seeds.append(portfolio.request.seed)
 
-        def run(self, done):
+        def run(self, done, deadline):
             """Nothing."""
 
     problem = Problem.from_graph(gpt(6))

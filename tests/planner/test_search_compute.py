@@ -141,8 +141,8 @@ def test_small_blocks_that_run_full(portfolio):
 def test_plans_get_cheaper_and_fit(portfolio, clock):
     before = portfolio.best.cost_us
     found = portfolio.best.found
-    search = SequenceAnnealing(portfolio, found.run.ops, clock.now + 60)
-    search.run(lambda: portfolio.best.found is not found)
+    search = SequenceAnnealing(portfolio, found.run.ops)
+    search.run(lambda: portfolio.best.found is not found, clock.now + 60)
     assert portfolio.best.cost_us < before
     schedule = portfolio.solution().placed
     assert schedule.cost_us == pytest.approx(portfolio.best.cost_us)
@@ -151,7 +151,7 @@ def test_plans_get_cheaper_and_fit(portfolio, clock):
 
 def test_it_ends_at_its_deadline(portfolio, clock):
     deadline = clock.now + 3
-    SequenceAnnealing(portfolio, portfolio.best.found.run.ops, deadline).run(lambda: False)
+    SequenceAnnealing(portfolio, portfolio.best.found.run.ops).run(deadline=deadline)
     assert deadline <= clock.now < deadline + 20 * clock.TICK
 
 

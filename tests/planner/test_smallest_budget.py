@@ -177,13 +177,13 @@ def test_the_annealing_from_a_schedule_of_many_runs_is_no_longer_than_that_of_a_
 ):
     """A step and a layout take as many times longer as the schedule has runs an op."""
     graph, found = stacked(count), []
-    run = SequenceAnnealing.run_fixed_length
+    run = SequenceAnnealing.run
 
-    def recorded(annealing, divisor=1):
-        found.append((annealing.feasible.size / len(graph.ops), divisor))
-        run(annealing, divisor)
+    def recorded(annealing, *, divisor):
+        found.append((annealing.start.size / len(graph.ops), divisor))
+        run(annealing, divisor=divisor)
 
-    monkeypatch.setattr(SequenceAnnealing, "run_fixed_length", recorded)
+    monkeypatch.setattr(SequenceAnnealing, "run", recorded)
     plan(graph, "min")
     assert found
     for runs_per_op, divisor in found:

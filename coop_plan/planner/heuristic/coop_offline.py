@@ -24,11 +24,8 @@ from coop_plan.planner.keep_all import SMALL_PROBLEM_OPS
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.online.methods import run_coop
 from coop_plan.planner.online.run import OnlineRun
-from coop_plan.planner.search.compute.annealing import (
-    MIN_SAVING,
-    START_DIVISOR,
-    SequenceAnnealing,
-)
+from coop_plan.planner.search.annealing import MIN_SAVING
+from coop_plan.planner.search.compute.annealing import START_DIVISOR, SequenceAnnealing
 from coop_plan.planner.search.makespan.annealing import (
     MAX_SEARCHES,
     MakespanSearch,
@@ -116,7 +113,7 @@ class CoopOffline:
         if self.request.larger is not None:
             runs_per_op = max(1, ops.size // self.problem.op_count)
             divisor = START_DIVISOR * runs_per_op**2
-        SequenceAnnealing(self.portfolio, ops).run_fixed_length(divisor)
+        SequenceAnnealing(self.portfolio, ops).run(divisor=divisor)
 
     def _offer_start(self) -> None:
         """Make the request's start the first incumbent, if it fits and its order is allowed."""
@@ -194,7 +191,7 @@ class CoopOffline:
         for number in range(runs):
             now = time.monotonic()
             portfolio.request = replace(portfolio.request, seed=self.request.seed + number)
-            SequenceAnnealing(portfolio, ops, now + (until - now) / (runs - number)).run(done)
+            SequenceAnnealing(portfolio, ops).run(done, now + (until - now) / (runs - number))
 
     def _search_makespan(
         self,

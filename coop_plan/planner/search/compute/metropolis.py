@@ -46,7 +46,7 @@ def metropolis(
     np.random.seed(seed)
     if not load(a, s):
         return np.inf, np.inf
-    return take_steps(a, s, s, evaluate, repair, True, steps, capacity, temperature, penalty)
+    return take_steps(a, s, s, evaluate, True, steps, capacity, temperature, penalty)
 
 
 @inlined
@@ -55,7 +55,6 @@ def take_steps(
     s: SearchState,
     state: State,
     evaluate: Callable[[Program, State, int, float], tuple[float, float]],
-    repair: Callable[[Program, State], bool],
     reorders: bool,
     steps: int,
     capacity: int,
@@ -65,8 +64,8 @@ def take_steps(
     """Make `steps` steps from the loaded sequence of `s` and store where they end.
 
     `evaluate` returns cost (µs) and memory excess of the candidate of `state`, whose sequence is
-    `s`, and `repair` changes one that exceeds `capacity` (bytes). With `reorders` first runs move,
-    too. A candidate has energy cost + `penalty` (µs) * excess, and is accepted with probability
+    `s`; one that exceeds `capacity` (bytes) is repaired. With `reorders` first runs move, too. A
+    candidate has energy cost + `penalty` (µs) * excess, and is accepted with probability
     exp(-increase / `temperature`), µs. Returns cost and excess of the last accepted one.
     """
     current_cost, current_excess = evaluate(a, state, capacity, np.inf)
@@ -96,7 +95,7 @@ def take_steps(
                     current_area, accepted = s.now.area, True
                     break
                 # Too expensive only for its memory excess: repair the peak and try again.
-                if last or not repair(a, state):
+                if last or not repair(a, s):
                     break
         finish_step(a, s, accepted)
     store(s)

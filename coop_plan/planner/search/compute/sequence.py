@@ -24,7 +24,7 @@ NONE = -1
 """Null index of an event or an access."""
 
 MIN_COST_US = 1e-9
-"""Lower bound on a recompute cost in a ratio of bytes to µs."""
+"""Lower bound on the time of a new copy in a ratio of bytes to µs."""
 
 
 class Op(Record):
@@ -39,14 +39,17 @@ class Op(Record):
 class Tensor(Record):
     """A tensor and its accesses in the candidate.
 
-    `gain` is its bytes freed per µs of recomputation, and `gain_per_byte` the same for one byte (0
-    if it cannot be evicted), which bound the gain of an eviction from above. `input_share` is its
-    bytes divided by its number of reading ops, `input_us` the cost of its producer, infinite if it
-    cannot be recomputed. `head` and `tail` are its first and last access.
+    `gain_per_byte` bounds from above the bytes that an eviction frees per µs, for one byte (0 if it
+    cannot be evicted), and `gain` that for all. A copy to the host and back frees `away_per_byte`,
+    or `again_per_byte` if the host has it already. `input_share` is its bytes divided by its number
+    of reading ops, `input_us` the cost of its producer, infinite if it cannot be recomputed. `head`
+    and `tail` are its first and last access.
     """
 
     gain: float
     gain_per_byte: float
+    away_per_byte: float
+    again_per_byte: float
     input_share: float
     input_us: float
     head: Int32

@@ -12,7 +12,6 @@ from coop_plan.planner.search.compute.edits import accept, eliminate_dead, load,
 from coop_plan.planner.search.compute.liveness import mark_stale, update_liveness
 from coop_plan.planner.search.compute.metropolis import take_steps
 from coop_plan.planner.search.makespan.objective import evaluate
-from coop_plan.planner.search.makespan.repair import repair
 from coop_plan.planner.search.makespan.sequence import MakespanState
 
 
@@ -60,6 +59,4 @@ def metropolis(
     np.random.seed(seed)
     if not _load(a, m):
         return np.inf, np.inf
-    return take_steps(
-        a, m.search, m, evaluate, repair, False, steps, capacity, temperature, penalty
-    )
+    return take_steps(a, m.search, m, evaluate, False, steps, capacity, temperature, penalty)

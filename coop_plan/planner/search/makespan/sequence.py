@@ -22,7 +22,13 @@ from coop_plan.planner.core.records import Int32, Record, Table, record, table
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.search.compute import sequence
 from coop_plan.planner.search.compute.params import MoveParams
-from coop_plan.planner.search.compute.sequence import NONE, Int32s, SearchState, allocate
+from coop_plan.planner.search.compute.sequence import (
+    MIN_COST_US,
+    NONE,
+    Int32s,
+    SearchState,
+    allocate,
+)
 
 
 class Tensor(Record):
@@ -211,11 +217,16 @@ def new_state(problem: Problem, a: Program, max_events: int, params: MoveParams)
     movable = np.array(problem.movable, dtype=np.uint8) * np.uint8(linked)
     movable[np.setdiff1d(versions["used"], home_copies)] = 0
     recomputable = np.array([*problem.rerunnable(problem.rematerializable), False], dtype=np.uint8)
-    evictable = (a.producer >= 0) & (
-        (movable == 1) | ((a.evictable == 1) & (recomputable[a.producer] == 1))
-    )
-    search = allocate(a, max_events, params, recomputable, evictable * (a.size > 0) * 1.0)
-    search.tensor["is_movable"] = movable
+    rerunnable = (a.evictable == 1) & (recomputable[a.producer] == 1)
+    # A copy engine's µs counts 0.3 of compute's; its launch counts in full.
+    launch_us = device.copy_launch_us
+    again = movable / np.fmax(0.3 * tensor["prefetch_us"] + launch_us, MIN_COST_US)
+    both_us = tensor["offload_us"] + tensor["prefetch_us"]
+    gain_per_byte = again + rerunnable / np.maximum(a.cost[a.producer], MIN_COST_US)
+    gain_per_byte *= (a.producer >= 0) & (a.size > 0)
+    search = allocate(a, max_events, params, recomputable, gain_per_byte)
+    search.tensor["is_movable"], search.tensor["again_per_byte"] = movable, again
+    search.tensor["away_per_byte"] = movable / np.fmax(0.3 * both_us + 2 * launch_us, MIN_COST_US)
     flow, host = record(Flow), problem.host_budget
     flow.host_capacity = -1 if host is None else host
     flow.runs_ahead, flow.copy_launch_us = not device.is_host, device.copy_launch_us
