@@ -24,8 +24,11 @@ from coop_plan.planner.keep_all import SMALL_PROBLEM_OPS
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.online.methods import run_coop
 from coop_plan.planner.online.run import OnlineRun
-from coop_plan.planner.search.annealing import MIN_SAVING
-from coop_plan.planner.search.compute.annealing import START_DIVISOR, SequenceAnnealing
+from coop_plan.planner.search.compute.annealing import (
+    MIN_SAVING,
+    START_DIVISOR,
+    SequenceAnnealing,
+)
 from coop_plan.planner.search.makespan.annealing import (
     MAX_SEARCHES,
     MakespanSearch,
@@ -167,7 +170,7 @@ class CoopOffline:
         portfolio.request = replace(portfolio.request, deadline=deadline)
 
         def done() -> bool:
-            # No run costs less than each op once, and smaller savings are not placed.
+            # No run costs less than each op once.
             return enough() or portfolio.best.cost_us * (1 - MIN_SAVING) <= self.problem.work_us
 
         now = time.monotonic()

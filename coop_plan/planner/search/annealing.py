@@ -17,9 +17,6 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.method import Request
 from coop_plan.planner.placement.layout import WORK
 
-MIN_SAVING = 1e-4
-"""Least saving, as a share of the incumbent's cost, for which a layout is tried."""
-
 PENALTY = 5.0
 """Least penalty weight, in base costs per unit of memory excess."""
 
@@ -38,7 +35,6 @@ class Annealing(ABC):
         self.request = request
         self.limit = float(request.arena_bytes)  # on live bytes; less once layouts have failed
         self.random = np.random.default_rng(request.seed)
-        self._pace = 1000.0  # steps a second, before a measurement
 
     @property
     @abstractmethod
@@ -83,32 +79,29 @@ class Annealing(ABC):
         self.load(sequence)
         base = self.problem.base_cost_us or 1.0  # no cost is no scale
         temperature *= base / max(1, self.problem.op_count)
+        events = max(1, sequence.size)
         few = self.few_chunks and deadline is None
         chunks, growth = (40, 1.5) if few else (20, 1.05)
+        count = -(-length // chunks)
         patience = 16  # chunks above the memory until a restart from the best end
         if deadline is not None:
-            growth, patience = 1.01, 50
-        stride = -(-chunks * max(1, sequence.size) // 100_000)  # of layouts, in chunks
+            count, growth, patience = max(1, 400_000 // events), 1.01, 50
+        stride = -(-chunks * events // 100_000)  # of layouts, in chunks
         best: tuple[float, Ints] | None = None
         cost = excess = math.inf
-        factor, streak, done, layout_seconds = 1.0, 0, 0, 0.0
-        begin = now = 0.0 if deadline is None else time.monotonic()
-        while not enough():
-            if deadline is None:
-                left = 0.0 if self.request.out_of_time() else 1.0 - done / chunks
-                count = -(-length // chunks)
-            else:
-                left = (deadline - now) / max(1e-9, deadline - begin)
-                count = max(1, int(0.01 * self._pace))
-            if left <= 0:
+        factor, streak, done, layouts = 1.0, 0, 0, 0.0
+
+        def now() -> float:
+            return done / chunks if deadline is None else time.monotonic()
+
+        begin, end = now(), 1.0 if deadline is None else deadline
+        while (left := (end - now()) / max(1e-9, end - begin)) > 0 and not enough():
+            if deadline is None and self.request.out_of_time():
                 break
             ramp = 1.0 if first_penalty == 1.0 else min(1.0, 2.0 * (1.0 - left))
             penalty = PENALTY * base * first_penalty ** (1.0 - ramp) * factor
             cost, excess = self.steps(count, temperature * left**2, penalty)
             done += 1
-            if deadline is not None:
-                last, now = now, time.monotonic()
-                self._pace += 0.2 * (count / max(now - last, 1e-6) - self._pace)
             if excess > 0:
                 if ramp == 1.0:
                     factor *= growth if best is not None else max(growth, 1.3)
@@ -120,22 +113,22 @@ class Annealing(ABC):
             streak, factor = 0, max(1.0, factor / growth**0.7)
             if best is None or cost < best[0]:
                 best = cost, self.stored()
-            # With a deadline layouts take at most 0.3 of the time, less while it is hot.
-            if deadline is None:
-                due = done % stride == 0
-            else:
-                due = layout_seconds < 0.3 * (1.0 - left**2) * (now - begin)
-            if due and cost < self.cost_us * (1.0 - MIN_SAVING):
+            # With a deadline layouts take at most 0.2 of the time.
+            started = now()
+            due = done % stride == 0 and layouts <= 0.2 * (started - begin)
+            if due and self._saves(cost):
                 self._place_or_shrink(self.stored(), 0 if few else WORK)
-                if deadline is not None:
-                    last, now = now, time.monotonic()
-                    layout_seconds += now - last
+                layouts += now() - started
             self.report()
         if best is None:
             return cost + PENALTY * base * excess, self.stored()
-        if best[0] < self.cost_us * (1.0 - MIN_SAVING):
-            self._place_or_shrink(best[1], WORK)
+        if best[0] < self.cost_us:
+            self._place_or_shrink(best[1], WORK if self._saves(best[0]) else 0)
         return best
+
+    def _saves(self, cost_us: float) -> bool:
+        """True if a cost saves enough for a search for a layout."""
+        return cost_us < self.cost_us * (1.0 - 1e-3)
 
     def _place_or_shrink(self, sequence: Ints, work: int) -> None:
         """Make a sequence the incumbent; a failed layout reduces the limit of the live bytes."""

@@ -16,7 +16,7 @@ from coop_plan.planner.core.schedule import PlacedSchedule
 from coop_plan.planner.heuristic.portfolio import Portfolio
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.placement.layout import WORK, fit
-from coop_plan.planner.search.annealing import MIN_SAVING, Annealing
+from coop_plan.planner.search.annealing import Annealing
 from coop_plan.planner.search.compute.metropolis import metropolis
 from coop_plan.planner.search.compute.params import MoveParams
 from coop_plan.planner.search.compute.sequence import (
@@ -24,6 +24,9 @@ from coop_plan.planner.search.compute.sequence import (
     new_state,
     set_sequence,
 )
+
+MIN_SAVING = 1e-4
+"""Least saving, as a share of the incumbent's cost, that is worth more time."""
 
 START_DIVISOR = 3
 """Divisor of the steps of searches that start from a known schedule."""
