@@ -27,6 +27,9 @@ class Annealing(ABC):
     `deadline` is a `time.monotonic` value (s), or None: the length is then a number of steps.
     """
 
+    chunk = 1000
+    """Steps between two checks of the result, with a deadline."""
+
     few_chunks = False
     """True if layouts take long beside steps: without a deadline they are rare, and greedy."""
 
@@ -85,7 +88,7 @@ class Annealing(ABC):
         count = -(-length // chunks)
         patience = 16  # chunks above the memory until a restart from the best end
         if deadline is not None:
-            count, growth, patience = max(1, 400_000 // events), 1.01, 50
+            count, growth, patience = self.chunk, 1.01, 50
         stride = -(-chunks * events // 100_000)  # of layouts, in chunks
         best: tuple[float, Ints] | None = None
         cost = excess = math.inf
@@ -113,9 +116,9 @@ class Annealing(ABC):
             streak, factor = 0, max(1.0, factor / growth**0.7)
             if best is None or cost < best[0]:
                 best = cost, self.stored()
-            # With a deadline layouts take at most 0.2 of the time.
+            # With a deadline layouts take at most 0.3 of the time, less while it is hot.
             started = now()
-            due = done % stride == 0 and layouts <= 0.2 * (started - begin)
+            due = done % stride == 0 and layouts <= 0.3 * (1.0 - left**2) * (started - begin)
             if due and self._saves(cost):
                 self._place_or_shrink(self.stored(), 0 if few else WORK)
                 layouts += now() - started

@@ -61,6 +61,7 @@ class MakespanSearch(Annealing):
         self.length = min(100_000_000 // events, 8_000 + 560 * events)
         if request.any_schedule:
             self.length //= 10
+        self.chunk = max(1, min(400_000 // events, self.length // 100))
 
     def load(self, sequence: Ints) -> None:
         set_sequence(self.state, sequence)
