@@ -84,7 +84,7 @@ class Annealing(ABC):
         temperature *= base / max(1, self.problem.op_count)
         events = max(1, sequence.size)
         few = self.few_chunks and deadline is None
-        chunks, growth = (40, 1.5) if few else (20, 1.05)
+        chunks, growth, work = (40, 1.5, 0) if few else (20, 1.05, WORK)
         count = -(-length // chunks)
         patience = 16  # chunks above the memory until a restart from the best end
         if deadline is not None:
@@ -119,19 +119,19 @@ class Annealing(ABC):
             # With a deadline layouts take at most 0.3 of the time, less while it is hot.
             started = now()
             due = done % stride == 0 and layouts <= 0.3 * (1.0 - left**2) * (started - begin)
-            if due and self._saves(cost):
-                self._place_or_shrink(self.stored(), 0 if few else WORK)
+            if due and self._saves(cost, work):
+                self._place_or_shrink(self.stored(), work)
                 layouts += now() - started
             self.report()
         if best is None:
             return cost + PENALTY * base * excess, self.stored()
-        if best[0] < self.cost_us:
-            self._place_or_shrink(best[1], WORK if self._saves(best[0]) else 0)
+        if self._saves(best[0], 0):
+            self._place_or_shrink(best[1], WORK if self._saves(best[0], WORK) else 0)
         return best
 
-    def _saves(self, cost_us: float) -> bool:
-        """True if a cost saves enough for a search for a layout."""
-        return cost_us < self.cost_us * (1.0 - 1e-3)
+    def _saves(self, cost_us: float, work: int) -> bool:
+        """True if a cost saves enough for a layout of effort `work`, greedy if that is 0."""
+        return cost_us < self.cost_us * (1.0 - (1e-3 if work else 1e-4))
 
     def _place_or_shrink(self, sequence: Ints, work: int) -> None:
         """Make a sequence the incumbent; a failed layout reduces the limit of the live bytes."""
