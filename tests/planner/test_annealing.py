@@ -58,21 +58,30 @@ class Drawn(Annealing):
         pass
 
 
-ENDS = st.tuples(st.integers(1, 50).map(float), st.sampled_from([0.0, 0.1, 0.1, 0.1]))
+END = st.tuples(st.integers(1, 50).map(float), st.sampled_from([0.0, 0.1, 0.1, 0.1]))
+
+ENDS = st.lists(st.tuples(END, st.sampled_from([1, 1, 3, 40, 120])), min_size=1, max_size=120).map(
+    lambda stretches: [end for end, count in stretches for _ in range(count)]
+)
+"""Ends of chunks, in stretches of equal ones."""
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    ends=st.lists(ENDS, min_size=1, max_size=120),
+    ends=ENDS,
     fitting=st.lists(st.booleans(), min_size=1, max_size=9),
     timed=st.booleans(),
+    few=st.booleans(),
     ramp=st.sampled_from([1.0, 1e-3]),
 )
-def test_it_restarts_from_the_best_end_after_as_many_chunks_each_time(ends, fitting, timed, ramp):
+def test_it_restarts_from_the_best_end_after_as_many_chunks_each_time(
+    ends, fitting, timed, few, ramp
+):
     with pytest.MonkeyPatch.context() as patch:
         clock = TickingClock()
         patch.setattr(annealing, "time", clock)
         search = Drawn(ends, fitting)
+        search.few_chunks = few
         deadline = clock.now + 400 * clock.TICK if timed else None
         value, end = search.anneal(np.array([-1]), 400, 0.1, lambda: False, deadline, ramp)
     done = [ends[k % len(ends)] for k in range(search.number + 1)]
