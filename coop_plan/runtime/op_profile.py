@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 PART_ALIGNMENT = 64
 """Alignment of a part in its home (`execute.homes`)."""
@@ -102,3 +103,10 @@ def part_offsets(parts: Sequence[int]) -> list[int]:
 def parts_bytes(parts: Sequence[int]) -> int:
     """Bytes of a home with these parts (bytes)."""
     return part_offsets(parts)[-1] + parts[-1] if parts else 0
+
+
+class LaunchTimes(TypedDict):
+    """Launch times of `coop_plan.schemas.Device` for steps on the CPU, µs."""
+
+    launch_us: float
+    copy_launch_us: float

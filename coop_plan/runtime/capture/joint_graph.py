@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import fx
 
@@ -34,7 +35,7 @@ from coop_plan.runtime.distributed.collectives import (
     complete_collectives,
 )
 from coop_plan.runtime.errors import CaptureError
-from coop_plan.runtime.op_profile import OpProfile
+from coop_plan.runtime.op_profile import LaunchTimes, OpProfile
 from coop_plan.runtime.torch_internals.fakes import real_mode
 from coop_plan.runtime.torch_internals.joint_graphs import (
     checkpoint_of,
@@ -53,7 +54,7 @@ RUNTIME = "runtime"
 
 LAUNCHES = "launches"
 
-Launches = Callable[[], Mapping[str, float]]
+Launches = Callable[[], LaunchTimes]
 """Signature of the launch times in the cache of profiles."""
 
 SAVED_HANDLE_BYTES = 8
@@ -321,22 +322,23 @@ def _device_document(device: torch.device, launches: Launches | None) -> dict[st
     return device_document | _link(device)
 
 
-def _cached(launches: Launches) -> dict[str, float]:
+def _cached(launches: Launches) -> LaunchTimes:
     """Launch times of the CPU, from the cache of profiles or measured."""
     cache = session()
     record = None if cache is None else cache.get(LAUNCHES)
-    if record is None:
-        record = _measured(launches)
-        if cache is not None:
-            cache.put(LAUNCHES, record)
-    found: dict[str, float] = json.loads(record)
+    if record is not None:
+        with contextlib.suppress(msgspec.DecodeError):  # damaged: measured again and replaced
+            return msgspec.json.decode(record, type=LaunchTimes)
+    found = _measured(launches)
+    if cache is not None:
+        cache.put(LAUNCHES, json.dumps(found))
     return found
 
 
 @functools.cache
-def _measured(launches: Launches) -> str:
+def _measured(launches: Launches) -> LaunchTimes:
     with real_mode():
-        return json.dumps(launches())
+        return launches()
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from coop_plan.runtime.device.arena import COPIES, Arena, Memory, Run
 from coop_plan.runtime.execute.plan_index import Buffer, Transfer
 from coop_plan.runtime.execute.straight_line import INVOCATION, straight_line
 from coop_plan.runtime.execute.transfers import TransferProgram, TransferRunner, starts_of
+from coop_plan.runtime.op_profile import LaunchTimes
 from coop_plan.schemas import Device
 
 ROUNDS = 16
@@ -25,7 +26,7 @@ BYTES = 1 << 12
 OP = torch.ops.aten.relu.default
 
 
-def measure_launches() -> dict[str, float]:
+def measure_launches() -> LaunchTimes:
     """Launch times of `Device` for a planned step on the CPU, µs.
 
     The launch of an op is its time in a step beyond its profile. Before each op, and before each
