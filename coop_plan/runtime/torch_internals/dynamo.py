@@ -398,8 +398,9 @@ def set_compiled_call(module: torch.nn.Module, call: Any) -> None:
 def reset_dynamo() -> None:
     """Drop all compiled code.
 
-    Where a CUDA device is available, PyTorch loads Inductor to drop its CUDA graphs: half of the
-    CPU time of a first capture for an absent device. There are none if it is not loaded.
+    Where a CUDA device is available, PyTorch before 2.14 loads Inductor to drop its CUDA graphs:
+    half of the CPU time of a first capture for an absent device. There are none if it is not
+    loaded.
     """
     if "torch._inductor.cudagraph_trees" in sys.modules:
         torch._dynamo.reset()
