@@ -87,7 +87,7 @@ def carried_bound(
     `link` says that schedules may have copies: their cost is then a makespan, not a sum.
     """
     least, costs = least_cost(graph), all_costs(graph)
-    end = DEVICE_COSTS + sum(map(len, _run_costs(graph)))
+    end = DEVICE_COSTS + sum(1 + len(op.variants) for op in graph.ops)
     mine, other = np.array(costs[DEVICE_COSTS:end]), np.array(theirs[DEVICE_COSTS:end])
     none = [0.0] * 3
     launches, their_launches = costs[end:] or none, theirs[end:] or none
