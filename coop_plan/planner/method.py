@@ -115,8 +115,8 @@ class MethodInfo:
     """True if the integer-programming solver can be chosen."""
     transfers: bool = False
     """True if it transfers tensors to the host, if graph and request allow it."""
-    homes: bool = False
-    """True if it may keep movable residents on the host between their uses."""
+    homes: Literal["", "all", "searched"] = ""
+    """Movable residents that it may keep on the host between their uses."""
     variants: bool = False
     """True if it chooses among the variants of an op."""
     switches: Mapping[str, str] = field(default_factory=dict)

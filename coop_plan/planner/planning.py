@@ -158,6 +158,7 @@ def _planned_with_homes(
     from coop_plan.planner.exact.dual.background import BoundingProcess
     from coop_plan.planner.exact.params import DEFAULTS
     from coop_plan.planner.homes.bound import with_bound
+    from coop_plan.planner.homes.online import OnlineHomes
     from coop_plan.planner.homes.search import HomeSearch
 
     graph, limit = problem.graph, options.time_limit
@@ -166,9 +167,10 @@ def _planned_with_homes(
     )
     deadline = None if limit is None else started + limit
     request = Request(0, options.off, deadline, options.seed, progress=progress)
+    searched = HomeSearch if options.info.homes == "searched" else OnlineHomes
     found: Plan | None = None
     if options.budget.kind == "min":
-        least = HomeSearch(problem, options, request.part(0.5)).smallest(
+        least = searched(problem, options, request.part(0.5)).smallest(
             keep_all_peak(graph, options)
         )
         if least is not None and least.peak_bytes <= _least_with_all_residents(problem):
@@ -181,7 +183,7 @@ def _planned_with_homes(
         found = _planned_without_homes(problem, alone, progress, start, started)
     except (InfeasibleBudgetError, TimeLimitError) as error:
         refusal = error
-    search = HomeSearch(problem, options, request)
+    search = searched(problem, options, request)
     if found is not None and found.cost_us <= problem.floor_us and not problem.host_ops:
         return found
     everything = keep_all_peak(graph, options)
@@ -199,7 +201,7 @@ def _planned_with_homes(
         least = search.smallest(everything)
         if least is not None and least.peak_bytes <= refusal.budget_bytes:
             return least.model_copy({"budget_bytes": refusal.budget_bytes})
-        refusal = refusal.with_smallest(everything if least is None else least.peak_bytes)
+        refusal = refusal.with_smallest(everything if least is None else least.budget_bytes)
     if found is None:
         assert refusal is not None
         raise refusal

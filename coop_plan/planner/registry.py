@@ -83,7 +83,7 @@ METHODS: Mapping[str, MethodInfo] = {
             "ours; closure cost / (bytes x distance to next use^alpha), see planner.heuristic",
             _coop_offline,
             transfers=True,
-            homes=True,
+            homes="searched",
             variants=True,
             switches=REORDER_SWITCHES | {"walk": "disable the final local search"},
         ),
@@ -105,6 +105,7 @@ METHODS: Mapping[str, MethodInfo] = {
             "Tang et al., DELTA, arXiv 2203.15980, 2022; open details: planner.online.delta",
             _imported("online.methods", "solve_delta"),
             transfers=True,
+            homes="all",
             switches=DELTA_SWITCHES,
         ),
         MethodInfo(
@@ -113,6 +114,7 @@ METHODS: Mapping[str, MethodInfo] = {
             "after Rhu et al., vDNN, MICRO 2016, and Peng et al., Capuchin, ASPLOS 2020",
             _imported("online.methods", "solve_swap_only"),
             transfers=True,
+            homes="all",
             switches={name: DELTA_SWITCHES[name] for name in ("prefetch", "overlap")},
         ),
         MethodInfo(
@@ -142,7 +144,7 @@ METHODS: Mapping[str, MethodInfo] = {
             anytime=True,
             starts_from="coop-offline",
             transfers=True,
-            homes=True,
+            homes="searched",
             variants=True,
         ),
         MethodInfo(
@@ -153,7 +155,7 @@ METHODS: Mapping[str, MethodInfo] = {
             anytime=True,
             starts_from="coop-offline",
             transfers=True,
-            homes=True,
+            homes="searched",
             variants=True,
             switches=REORDER_SWITCHES,
         ),

@@ -193,6 +193,7 @@ class Schedule:
                 timeline.wait(moved[e])
             elif (do, what) in free:
                 timeline.skip(moved[e])
+                free.discard((OFFLOAD, what))
             else:
                 copy = timeline.offload if do == OFFLOAD else timeline.prefetch
                 copy(moved[e], problem.bytes[what])

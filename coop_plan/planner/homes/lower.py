@@ -55,21 +55,8 @@ def lowered(
     begins = [_artificial(next(unused), "forward", (), (t,)) for t in at_home]
     last = [*(t for t in at_home if t in mutated), *host_us]
     ends = [_artificial(next(unused), "optimizer", (t,), ()) for t in last]
-    made = graph.model_copy(
-        {
-            "tensors": [
-                tensor.model_copy({"kind": "activation"}) if tensor.id in homes else tensor
-                for tensor in graph.tensors
-            ],
-            "ops": [*begins, *(_default(op, homes) for op in ops), *ends],
-        }
-    )
-    host = problem.host_budget
-    if host is not None:  # the rest is for other copies
-        sizes = (problem.rounded(t.bytes) for t in graph.tensors if t.id in homes)
-        host = max(1, host - sum(sizes))
-    places = problem.alignment, problem.outputs, host, problem.outside
-    form = SsaForm.of(Problem.with_places(made, *places))
+    made = [*begins, *(_default(op, homes) for op in ops), *ends]
+    form = SsaForm.of(_with_activations(problem, homes, made))
     versioned = form.problem
     index = {tensor.id: t for t, tensor in enumerate(graph.tensors)}
     last_ops = range(versioned.op_count - len(ends), versioned.op_count)
@@ -82,6 +69,37 @@ def lowered(
     form = replace(form, problem=replace(versioned, homes=found))
     artificial = tuple(op.id for op in begins), tuple(op.id for op in ends)
     return Lowered(frozenset(homes), updates, *artificial, form)
+
+
+def lowered_online(problem: Problem, homes: Collection[int]) -> Lowered:
+    """As `lowered`, for an online execution, which offloads each home that an op has overwritten.
+
+    Nothing reads the last versions, and overwritten tensors stay one tensor each. Online executions
+    with transfers use no in-place pairs.
+    """
+    graph = problem.graph
+    unused = count(1 + max(op.id for op in graph.ops))
+    at_home = [tensor.id for tensor in graph.tensors if tensor.id in homes]
+    begins = [_artificial(next(unused), "forward", (), (t,)) for t in at_home]
+    ops = [_default(op, homes).model_copy({"inplace": []}) for op in graph.ops]
+    made = _with_activations(problem, homes, [*begins, *ops])
+    index = {tensor.id: t for t, tensor in enumerate(graph.tensors)}
+    made = replace(made, homes=Homes(copies=tuple(index[t] for t in at_home)))
+    begun = tuple(op.id for op in begins)
+    return Lowered(frozenset(homes), (), begun, (), SsaForm.unchanged(made))
+
+
+def _with_activations(problem: Problem, homes: Collection[int], ops: list[Op]) -> Problem:
+    """The problem of other ops in which these residents (tensor ids) are activations."""
+    graph = problem.graph
+    tensors = [t.model_copy({"kind": "activation"}) if t.id in homes else t for t in graph.tensors]
+    host = problem.host_budget
+    if host is not None:  # the rest is for other copies
+        sizes = (problem.rounded(t.bytes) for t in graph.tensors if t.id in homes)
+        host = max(1, host - sum(sizes))
+    made = graph.model_copy({"tensors": tensors, "ops": ops})
+    places = problem.alignment, problem.outputs, host, problem.outside
+    return Problem.with_places(made, *places)
 
 
 def ops_on_device(problem: Problem, updates: Iterable[HostUpdate]) -> list[Op]:

@@ -1,13 +1,19 @@
 """Conversion of a plan of a lowered graph (`planner.homes.lower`) to one of the graph itself."""
 
+import time
 from collections.abc import Iterable
 
 import numpy as np
 
+from coop_plan.planner.core.build_plan import assemble
+from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.timeline import base_cost_us, plan_timeline
 from coop_plan.planner.homes.lower import Lowered
 from coop_plan.planner.inspect.buffers import replay_plan
+from coop_plan.planner.method import Solution
+from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.placement import place
+from coop_plan.planner.verifier import verify
 from coop_plan.schemas import (
     Compute,
     Free,
@@ -21,6 +27,42 @@ from coop_plan.schemas import (
     Wait,
     fingerprint,
 )
+
+
+def assembled(
+    problem: Problem,
+    low: Lowered,
+    solution: Solution,
+    options: PlanOptions,
+    budget: int,
+    began: float,
+) -> Plan | None:
+    """The verified plan within a budget (bytes) of a solution of `low`, which is `problem` lowered.
+
+    None if the copies on the host exceed the host budget. `began` is the `time.monotonic` value in
+    seconds at the start of planning.
+    """
+    original = low.form.placed_to_original(solution.placed)
+    made = assemble(
+        original,
+        host_offsets=np.zeros(len(original.schedule), dtype=np.int64),
+        host_arena_bytes=0,
+        link_bytes_per_s=options.link,
+        method=options.info.name,
+        budget_bytes=budget,
+        status="feasible",
+        lower_bound_us=None,
+        lower_bound_model=None,
+        eviction_free_ratio=solution.eviction_free_ratio,
+        evictions=solution.evictions,
+        solve_seconds=time.monotonic() - began,
+    )
+    host = problem.host_budget
+    found = restored(problem.graph, low, made).model_copy({"host_budget_bytes": host})
+    if host is not None and found.host_arena_bytes > host:
+        return None
+    verify(problem.graph, found)
+    return found
 
 
 def restored(graph: Graph, low: Lowered, plan: Plan) -> Plan:

@@ -15,22 +15,19 @@ from typing import TypeVar
 import numpy as np
 
 from coop_plan.planner.core.arrays import Ints
-from coop_plan.planner.core.build_plan import assemble
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.memory_bounds import budget_lower_bound
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import PlacedSchedule
 from coop_plan.planner.homes.lower import Lowered, lowered, sequence_of, streamed, updated_on_host
-from coop_plan.planner.homes.restore import restored
+from coop_plan.planner.homes.restore import assembled
 from coop_plan.planner.homes.updates import HostUpdate, host_updates
 from coop_plan.planner.keep_all import lay_out_everything
-from coop_plan.planner.method import Request
+from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.registry import METHODS
 from coop_plan.planner.search.makespan.annealing import MakespanSearch
 from coop_plan.planner.search.makespan.sequence import to_sequence
 from coop_plan.planner.smallest_budget import Task
-from coop_plan.planner.verifier import verify
 from coop_plan.schemas import Plan
 
 T = TypeVar("T")
@@ -57,11 +54,8 @@ class HomeSearch:
 
     def __init__(self, problem: Problem, options: PlanOptions, request: Request) -> None:
         self.problem, self.options, self.request = problem, options, request
-        self.order = _by_uses(problem)
+        self.order = by_uses(problem)
         self._size = {tensor.id: tensor.bytes for tensor in problem.graph.tensors}
-        if problem.host_budget is not None:
-            ends = np.cumsum([self._size[t] for t in self.order])
-            self.order = self.order[: np.count_nonzero(ends <= problem.host_budget)]
         found = host_updates(problem)
         self.updates = _spread([u for u in found if {*u.residents} <= {*self.order}])
         self.began = time.monotonic()
@@ -202,12 +196,11 @@ class HomeSearch:
         search.run(request.deadline, lambda: False)
         if search.placed is None or search.sequence is None:
             return None
-        found = self.assembled(low, search.placed, budget)
-        host = self.problem.host_budget
-        if host is not None and found.host_arena_bytes > host:
+        made = Solution(search.placed)
+        found = assembled(self.problem, low, made, self.options, budget, self.began)
+        if found is None or found.cost_us >= limit_us:
             return None
-        verify(self.problem.graph, found)
-        return (found, search.sequence) if found.cost_us < limit_us else None
+        return found, search.sequence
 
     def _as_zero_offload(self, low: Lowered, budget: int, request: Request) -> list[Ints]:
         """The sequence in which parameters that the host updates are fetched once, if one fits.
@@ -242,31 +235,11 @@ class HomeSearch:
         alone = streamed(self.problem, homes, updates)
         return Task(alone, METHODS["coop-offline"], replace(request, progress=None))
 
-    def assembled(self, low: Lowered, placed: PlacedSchedule, budget: int) -> Plan:
-        """The plan of a schedule of `low` within a budget (bytes), to be verified."""
-        original = low.form.placed_to_original(placed)
-        made = assemble(
-            original,
-            host_offsets=np.zeros(len(original.schedule), dtype=np.int64),
-            host_arena_bytes=0,
-            link_bytes_per_s=self.options.link,
-            method=self.options.info.name,
-            budget_bytes=budget,
-            status="feasible",
-            lower_bound_us=None,
-            lower_bound_model=None,
-            eviction_free_ratio=None,
-            evictions=None,
-            solve_seconds=time.monotonic() - self.began,
-        )
-        found = restored(self.problem.graph, low, made)
-        return found.model_copy({"host_budget_bytes": self.problem.host_budget})
 
-
-def _by_uses(problem: Problem) -> list[int]:
+def by_uses(problem: Problem) -> list[int]:
     """Ids of the residents that may have homes: fewest ops that use them first.
 
-    Among those with as many uses, the order of the first use is bit-reversed, so that the copies of
+    The host budget has room for them. Among those with as many uses, the order of the first use is bit-reversed, so that the copies of
     each share are spread over the step.
     """
     graph = problem.graph
@@ -281,7 +254,11 @@ def _by_uses(problem: Problem) -> list[int]:
     order: list[int] = []
     for count in sorted(classes):
         order += _spread(classes[count])
-    return order
+    if problem.host_budget is None:
+        return order
+    size = {tensor.id: tensor.bytes for tensor in graph.tensors}
+    ends = np.cumsum([size[t] for t in order])
+    return order[: np.count_nonzero(ends <= problem.host_budget)]
 
 
 def _spread(items: Sequence[T]) -> list[T]:

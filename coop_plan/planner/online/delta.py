@@ -13,6 +13,11 @@ of swapping and recomputing. The choices they leave open are made here:
   allocation needs their bytes. Without it a copy begins when an allocation fails.
 - *Prefetch*: after the first prefetch, the tensors offloaded last are prefetched ahead, a few at a
   time, as a backward pass reads them in that order. Without it compute waits for each.
+
+Residents with homes on the host are tensors that are swapped, never recomputed. They begin the step
+on the host. A copy there is valid until an op overwrites the resident: until then a release costs
+no offload. After its last use an overwritten one is offloaded. All iterations read residents in one
+order, so the one that is read next is prefetched ahead, one at a time.
 """
 
 import numpy as np
@@ -76,13 +81,15 @@ def next_release(a: Arrays, s: ArenaState) -> int:
     That is the filter's choice, whose offload begins here if the director wants one, or a tensor
     whose offload ends sooner.
     """
-    best, soonest = -1, np.inf
+    best, early, soonest = -1, -1, np.inf
     for block in range(s.now.blocks):
         t = s.block[block].owner
         if t == FREE or t >= s.tensor.size or s.tensor[t].pins > 0:
             continue
         if s.tensor[t].is_leaving and s.tensor[t].offload_end_us < soonest:
             best, soonest = t, s.tensor[t].offload_end_us
+        if s.tensor[t].is_home and s.tensor[t].is_arriving:
+            early = t
     if best < 0 or soonest > s.now.clock_us:
         t = filter_victim(a, s, False)
         if t >= 0:
@@ -96,6 +103,8 @@ def next_release(a: Arrays, s: ArenaState) -> int:
                 best = t
                 if offloads:
                     begin_offload(a, s, t)
+    if best < 0:
+        best = early  # it was prefetched too early
     if best < 0:
         return 0
     s.victims[0] = best
@@ -116,16 +125,25 @@ def start_copies_ahead(a: Arrays, s: ArenaState, position: int) -> None:
             t = filter_victim(a, s, True)
             if t >= 0:
                 begin_offload(a, s, t)
-    if not s.transfers.prefetch or not s.now.has_prefetched:
+    if not s.transfers.prefetch:
         return
     latest, arriving = 0, 0
     for t in range(count):
         arriving += s.tensor[t].is_arriving
+    home = _next_home(a, s, position)
+    if home >= 0:
+        at = allocate(s, a.size[home], home, False)
+        if at != NO_ROOM:
+            begin_prefetch(s, home, at)
+            arriving += 1
+    if not s.now.has_prefetched:
+        return
     # Prefetch: the tensor offloaded last first, as long as a free block holds it.
     while arriving < 2 and latest >= 0:
         latest = -1
         for t in range(count):
-            wanted = not s.tensor[t].is_live and a.last_use[t] > position
+            absent = not s.tensor[t].is_live and not s.tensor[t].is_home
+            wanted = absent and a.last_use[t] > position
             is_latest = latest < 0 or s.tensor[t].offload_order > s.tensor[latest].offload_order
             if s.tensor[t].is_hosted and wanted and is_latest:
                 latest = t
@@ -135,6 +153,26 @@ def start_copies_ahead(a: Arrays, s: ArenaState, position: int) -> None:
                 break
             begin_prefetch(s, latest, at)
             arriving += 1
+
+
+@inner
+def _next_home(a: Arrays, s: ArenaState, position: int) -> int:
+    """The home that is read next after op `position`, if none is arriving and it is not live.
+
+    Otherwise -1.
+    """
+    found, soonest = -1, a.ops
+    for t in range(s.tensor.size):
+        if not s.tensor[t].is_home:
+            continue
+        if s.tensor[t].is_arriving:
+            return -1
+        for k in range(a.uses_ptr[t], a.uses_ptr[t + 1]):
+            if a.uses[k] > position:
+                if not s.tensor[t].is_live and a.uses[k] < soonest:
+                    found, soonest = t, a.uses[k]
+                break
+    return found
 
 
 @inner

@@ -8,6 +8,7 @@ from coop_plan.planner.online.neighbours import mark_evicted, mark_resident
 from coop_plan.planner.online.space import NO_ROOM, allocate, find, free_bytes, release
 from coop_plan.planner.online.state import ArenaState, Rule
 from coop_plan.planner.online.transfers import (
+    begin_offload,
     begin_prefetch,
     end_offload,
     end_prefetch,
@@ -101,7 +102,7 @@ def _compute(
             s.now.events == s.event.size
             or s.now.offsets + a.makes_ptr[op + 1] - a.makes_ptr[op] > s.drop.size
             or s.now.nodes + 2 * s.tensor.size > s.drop.size
-            or (s.transfers.swaps and s.now.events + 3 * s.tensor.size > s.event.size)
+            or (s.transfers.swaps and s.now.events + 4 * s.tensor.size > s.event.size)
         ):
             return RECORD_FULL
         if s.transfers.swaps and not _prefetch_inputs(a, s, op, rule):
@@ -158,11 +159,15 @@ def _execute(a: Arrays, s: ArenaState, op: int, position: int, rule: Rule, inpla
         elif size > 0:
             s.transient[s.now.transient] = at
             s.now.transient += 1
-    # Compute waits for prefetches of its inputs.
+    # Compute waits for prefetches of its inputs, and for offloads of those that it overwrites.
     if s.transfers.swaps:
         for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
-            if s.tensor[a.reads[k]].is_arriving:
-                end_prefetch(s, a.reads[k])
+            t = a.reads[k]
+            if s.tensor[t].is_arriving:
+                end_prefetch(s, t)
+            if s.overwrites[k] and s.tensor[t].is_leaving:
+                end_offload(s, t)
+            s.tensor[t].is_hosted &= not s.overwrites[k]
     # Record the event; the clock is the sum of costs and waits.
     record_event(s, RUN, op, at)
     began = s.now.clock_us
@@ -281,11 +286,15 @@ def _release_if_dead(a: Arrays, s: ArenaState, t: int, position: int) -> None:
     """Free `t` if the program does not read it after op `position` and it is not pinned.
 
     A tensor that cannot be recomputed is banished (DTR, appendix C.3): it is freed only if no
-    evicted tensor needs it, and tensors computed from it become unevictable.
+    evicted tensor needs it, and tensors computed from it become unevictable. A resident with a home
+    that an op overwrote is offloaded to it; it is freed when an allocation needs its bytes.
     """
     if a.last_use[t] > position or s.tensor[t].pins > 0 or not s.tensor[t].is_live:
         return
-    if s.tensor[t].is_evictable:
+    if s.tensor[t].is_home and not s.tensor[t].is_hosted:
+        if not s.tensor[t].is_leaving:
+            begin_offload(a, s, t)
+    elif s.tensor[t].is_evictable or s.tensor[t].is_home:
         _free(a, s, t)
     elif _banish(a, s, t, position):
         if s.tensor[t].is_retained:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from coop_plan.planner.core.arrays import Flags, Ints
+from coop_plan.planner.core.lifetimes import OFFLOAD, RUN, WAIT
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.records import Record, Table, record, table
 
@@ -76,6 +77,7 @@ class Tensor(Record):
     is_leaving: bool  # being offloaded
     is_arriving: bool  # being prefetched
     is_movable: bool  # can be offloaded
+    is_home: bool  # a resident with a home on the host; clean if `is_hosted`
 
 
 class Op(Record):
@@ -148,7 +150,8 @@ class ArenaState(NamedTuple):
     `block` is in address order; adjacent free blocks are always merged. `hole` lists the free ones,
     sorted by bytes and offset, `victims` the tensors of an eviction, `retained` dead tensors, and
     `transient` the offsets of the current op's transient buffers. `near_ptr` and `near` are the
-    adjacency of e*. `stack` and `to_visit` are stacks of graph traversals.
+    adjacency of e*. `overwrites` flags the entries of `Arrays.reads` that their op overwrites.
+    `stack` and `to_visit` are stacks of graph traversals.
 
     At least `reserve_bytes` shall be free or being offloaded after each op.
 
@@ -168,6 +171,7 @@ class ArenaState(NamedTuple):
     victims: Ints
     near_ptr: Ints
     near: Ints
+    overwrites: Flags
     tensor: Table[Tensor]
     op: Table[Op]
     part: Table[Part]
@@ -203,7 +207,7 @@ def empty_arena(
     outputs = max(1, sum(len(tensors) for tensors in problem.op_outputs))
     blocks = 2 * (count + max_outputs) + 8
     # Between two events at most every tensor is dropped once.
-    drops = -(-events * outputs // max(n, 1)) + 2 * count + 64
+    drops = -(-events * outputs // max(n, 1)) + 2 * count + 64 + events * transfers.swaps
     near_ptr, near = _neighbours(problem, dependents=dependents)
     state = ArenaState(
         capacity=capacity,
@@ -217,6 +221,7 @@ def empty_arena(
         victims=np.empty(blocks, dtype=np.int64),
         near_ptr=near_ptr,
         near=near,
+        overwrites=_overwrites(problem),
         tensor=table(Tensor, count),
         op=table(Op, n),
         part=table(Part, drops),
@@ -242,6 +247,7 @@ def empty_arena(
     tensor["cost_us"] = [problem.cost[p] if p >= 0 else 0.0 for p in problem.producer]
     if partition:
         state.op["from_right"] = _is_expensive(problem)
+    _begin_on_host(problem, state)
     if capacity:
         state.block[0].bytes = state.hole[0].bytes = capacity if gaps else 1 << 62
         state.block[0].owner = FREE
@@ -269,6 +275,34 @@ def _neighbours(problem: Problem, *, dependents: bool) -> tuple[Ints, Ints]:
     pointer = np.zeros(problem.tensor_count + 1, dtype=np.int64)
     np.cumsum(np.bincount(table[:, 0], minlength=problem.tensor_count), out=pointer[1:])
     return pointer, np.ascontiguousarray(table[:, 1])
+
+
+def _overwrites(problem: Problem) -> Flags:
+    """Flags of the entries of `Arrays.reads` of default variants that their op overwrites."""
+    tensors = problem.graph.tensors
+    return np.array(
+        [
+            tensors[t].id in op.mutates
+            for op, reads in zip(problem.graph.ops, problem.reads, strict=True)
+            for t in reads
+        ],
+        dtype=np.uint8,
+    )
+
+
+def _begin_on_host(problem: Problem, state: ArenaState) -> None:
+    """Record the ops that produce residents with homes (`planner.homes.lower`): the first ones.
+
+    Each resident is offloaded and dropped before the next op, so that all are at offset 0.
+    """
+    for t in problem.homes.copies:
+        state.tensor[t].is_home = state.tensor[t].is_movable = state.tensor[t].is_hosted = True
+        now, first = state.now, state.now.events
+        state.event["do"][first : first + 3] = RUN, OFFLOAD, WAIT
+        state.event["what"][first : first + 3] = problem.producer[t], t, t
+        state.drop[now.drops].event, state.drop[now.drops].tensor = first + 2, t
+        state.offsets[now.offsets] = 0
+        now.events, now.drops, now.offsets = first + 3, now.drops + 1, now.offsets + 1
 
 
 def _is_expensive(problem: Problem) -> Flags:

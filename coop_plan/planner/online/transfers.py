@@ -22,7 +22,8 @@ def begin_offload(a: Arrays, s: ArenaState, t: int) -> None:
     s.now.out_free_us = max(s.now.out_free_us, s.now.clock_us) + s.tensor[t].offload_us
     s.tensor[t].offload_end_us = s.now.out_free_us
     s.tensor[t].is_leaving = True
-    s.now.host_bytes += a.size[t]
+    if not s.tensor[t].is_home:
+        s.now.host_bytes += a.size[t]
 
 
 @inner
@@ -46,7 +47,7 @@ def begin_prefetch(s: ArenaState, t: int, at: int) -> None:
     s.now.in_free_us = max(s.now.in_free_us, s.now.clock_us) + s.tensor[t].prefetch_us
     s.tensor[t].prefetch_end_us = s.now.in_free_us
     s.tensor[t].is_live = s.tensor[t].is_arriving = True
-    s.now.has_prefetched = True
+    s.now.has_prefetched |= not s.tensor[t].is_home
     s.tensor[t].last_access_us = s.now.clock_us
     mark_resident(s, t)
 
@@ -65,7 +66,7 @@ def swap_us(a: Arrays, s: ArenaState, t: int) -> float:
     if s.tensor[t].is_hosted:
         return s.tensor[t].prefetch_us
     full = s.host_budget >= 0 and s.now.host_bytes + a.size[t] > s.host_budget
-    if not s.tensor[t].is_movable or full:
+    if not s.tensor[t].is_movable or (full and not s.tensor[t].is_home):
         return float("inf")
     return s.tensor[t].offload_us + s.tensor[t].prefetch_us
 
