@@ -5,6 +5,7 @@ device.
 """
 
 import time
+from functools import cached_property
 
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.memory_bounds import budget_lower_bound
@@ -29,8 +30,11 @@ class OnlineHomes:
 
     def cheapest(self, budget: int, limit_us: float) -> Plan | None:
         """The plan within a budget (bytes), if there is one that costs less than a limit (µs)."""
+        arena = budget - self.task.problem.fixed_bytes
         try:
-            solution = self.task.within(budget - self.task.problem.fixed_bytes)
+            solution = self._without_evictions
+            if solution.placed.arena_bytes > arena:
+                solution = self.task.within(arena)
         except (DoesNotFitError, TimeLimitError):
             return None
         found = self._plan(solution, budget)
@@ -38,19 +42,22 @@ class OnlineHomes:
 
     def smallest(self, budget: int) -> Plan | None:
         """The plan of least memory that is found, below a budget (bytes) that is known to be met."""
-        problem = self.task.problem
-        roomy = sum(problem.size) + sum(problem.workspace)  # nothing is evicted
         try:
-            start = self.task.solve(roomy)
-            smallest = self.task.smallest(start.placed)
+            smallest = self.task.smallest(self._without_evictions.placed)
         except (DoesNotFitError, TimeLimitError):
             return None
-        met = problem.fixed_bytes + smallest.arena_bytes
+        met = self.task.problem.fixed_bytes + smallest.arena_bytes
         found = self._plan(smallest.solution, met) if met < budget else None
         if found is None:
             return None
         bound = budget_lower_bound(self.problem)
         return found.model_copy({"budget_lower_bound_bytes": bound})
+
+    @cached_property
+    def _without_evictions(self) -> Solution:
+        """The solution in an arena with room for all tensors, and as much again."""
+        problem = self.task.problem
+        return self.task.solve(2 * sum(problem.size) + 2 * sum(problem.workspace))
 
     def _plan(self, solution: Solution, budget: int) -> Plan | None:
         return assembled(self.problem, self.low, solution, self.options, budget, self.began)
