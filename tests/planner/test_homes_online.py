@@ -44,7 +44,9 @@ def test_each_plan_is_valid_down_to_the_smallest_budget(
     assert budget_lower_bound(problem) <= less.peak_bytes
     options = PlanOptions.given("min", fields)
     high = keep_all_peak(free, options)
-    budget = max(1, less.budget_bytes + (high - less.budget_bytes) * data.draw(st.integers(0, 10)) // 10)
+    budget = max(
+        1, less.budget_bytes + (high - less.budget_bytes) * data.draw(st.integers(0, 10)) // 10
+    )
     search = OnlineHomes(problem, options, Request(0, options.off))
     found = search.cheapest(budget, float("inf"))
     assert found is None or found.peak_bytes <= budget

@@ -17,7 +17,7 @@ of swapping and recomputing. The choices they leave open are made here:
 Residents with homes on the host are tensors that are swapped, never recomputed. They begin the step
 on the host. A copy there is valid until an op overwrites the resident: until then a release costs
 no offload. After its last use an overwritten one is offloaded. All iterations read residents in one
-order, so the one that is read next is prefetched ahead, one at a time.
+order, so those that are read next are prefetched ahead, two at a time.
 """
 
 import numpy as np
@@ -127,15 +127,19 @@ def start_copies_ahead(a: Arrays, s: ArenaState, position: int) -> None:
                 begin_offload(a, s, t)
     if not s.transfers.prefetch:
         return
-    latest, arriving = 0, 0
+    latest, arriving, in_flight, home = 0, 0, 0, 0
     for t in range(count):
-        arriving += s.tensor[t].is_arriving
-    home = _next_home(a, s, position)
-    if home >= 0:
-        at = allocate(s, a.size[home], home, False)
-        if at != NO_ROOM:
+        arriving += s.tensor[t].is_arriving and not s.tensor[t].is_home
+        in_flight += s.tensor[t].is_arriving and s.tensor[t].prefetch_end_us > s.now.clock_us
+    # Prefetch: the home that is read next first, as long as a free block holds it.
+    while in_flight < 2 and home >= 0:
+        home = _next_home(a, s, position)
+        if home >= 0:
+            at = allocate(s, a.size[home], home, False)
+            if at == NO_ROOM:
+                break
             begin_prefetch(s, home, at)
-            arriving += 1
+            in_flight += 1
     if not s.now.has_prefetched:
         return
     # Prefetch: the tensor offloaded last first, as long as a free block holds it.
@@ -157,21 +161,15 @@ def start_copies_ahead(a: Arrays, s: ArenaState, position: int) -> None:
 
 @inner
 def _next_home(a: Arrays, s: ArenaState, position: int) -> int:
-    """The home that is read next after op `position`, if none is arriving and it is not live.
-
-    Otherwise -1.
-    """
+    """The home not in the arena that the program reads next after op `position`, or -1."""
     found, soonest = -1, a.ops
     for t in range(s.tensor.size):
-        if not s.tensor[t].is_home:
-            continue
-        if s.tensor[t].is_arriving:
-            return -1
-        for k in range(a.uses_ptr[t], a.uses_ptr[t + 1]):
-            if a.uses[k] > position:
-                if not s.tensor[t].is_live and a.uses[k] < soonest:
-                    found, soonest = t, a.uses[k]
-                break
+        if s.tensor[t].is_home and not s.tensor[t].is_live:
+            for k in range(a.uses_ptr[t], a.uses_ptr[t + 1]):
+                if a.uses[k] > position:
+                    if a.uses[k] < soonest:
+                        found, soonest = t, a.uses[k]
+                    break
     return found
 
 
