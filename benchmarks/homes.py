@@ -12,6 +12,7 @@ time within a share of keep-everything's peak; every plan is verified. Columns:
 - streaming: weights as well, fetched before each use, as layer-wise streaming does;
 - host: all updates on the host, as ZeRO-Offload does: gradients are offloaded as they are complete,
   and each weight is fetched once, before its first use;
+- delta: the online plan by DELTA with homes for all residents or none, all updates on the device;
 - device: the plan by coop-offline with homes, all updates on the device;
 - joint: the plan by coop-offline with homes and updates on the host;
 - bound: the lower bound on all of these that `auto` proves in 20 s.
@@ -30,16 +31,15 @@ from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.exact.dual.background import BoundingProcess
 from coop_plan.planner.homes.lower import lowered, sequence_of, streamed, updated_on_host
-from coop_plan.planner.homes.search import HomeSearch
+from coop_plan.planner.homes.restore import assembled
 from coop_plan.planner.homes.updates import host_updates
-from coop_plan.planner.method import Request
+from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.planning import keep_all_peak
 from coop_plan.planner.registry import METHODS
 from coop_plan.planner.search.makespan.annealing import MakespanSearch
 from coop_plan.planner.search.makespan.sequence import to_sequence
 from coop_plan.planner.smallest_budget import Task
-from coop_plan.planner.verifier import verify
 from coop_plan.schemas import Graph, Plan
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
@@ -48,23 +48,23 @@ SLACK = (1.0, 0.97, 0.94, 0.91, 0.88)
 """Shares of the budget within which activations are planned, until gradients on their way to the
 host fit as well."""
 
-COLUMNS = ("activations", "states", "streaming", "host", "device", "joint", "bound")
+COLUMNS = ("activations", "states", "streaming", "host", "delta", "device", "joint", "bound")
 
 BOUND_SECONDS = 20.0
 """Time for the bound of a row."""
 
 
-def joint(graph: Graph, budget: int) -> Plan | None:
-    """The plan by coop-offline, None if the budget is not met."""
+def joint(graph: Graph, budget: int, method: str = "coop-offline") -> Plan | None:
+    """The plan by a method, None if the budget is not met."""
     try:
-        return plan(graph, budget, method="coop-offline")
+        return plan(graph, budget, method=method)
     except InfeasibleBudgetError:
         return None
 
 
-def overhead(graph: Graph, budget: int) -> float | None:
-    """Overhead (fraction) of a plan by coop-offline, None if the budget is not met."""
-    made = joint(graph, budget)
+def overhead(graph: Graph, budget: int, method: str = "coop-offline") -> float | None:
+    """Overhead (fraction) of a plan by a method, None if the budget is not met."""
+    made = joint(graph, budget, method)
     return None if made is None else made.overhead
 
 
@@ -110,9 +110,9 @@ def rule(
         search.consider(sequence)
         if search.placed is not None:
             options = PlanOptions.given(budget, {"alignment": alignment})
-            made = HomeSearch(problem, options, request).assembled(low, search.placed, budget)
-            verify(graph, made)
-            return made.overhead
+            found = Solution(search.placed)
+            made = assembled(problem, low, found, options, budget, time.monotonic())
+            return None if made is None else made.overhead
     return None
 
 
@@ -148,6 +148,7 @@ def main() -> None:
                 states=rule(graph, budget, states.__contains__),
                 streaming=rule(graph, budget, lambda _: True),
                 host=rule(graph, budget, lambda _: False, on_host=True),
+                delta=overhead(graph, budget, "delta"),
                 device=overhead(device, budget),
                 joint=overhead(graph, budget),
                 bound=bound(graph, budget),

@@ -167,10 +167,10 @@ def _planned_with_homes(
     )
     deadline = None if limit is None else started + limit
     request = Request(0, options.off, deadline, options.seed, progress=progress)
-    searched = HomeSearch if options.info.homes == "searched" else OnlineHomes
+    plans_of = HomeSearch if options.info.homes == "searched" else OnlineHomes
     found: Plan | None = None
     if options.budget.kind == "min":
-        least = searched(problem, options, request.part(0.5)).smallest(
+        least = plans_of(problem, options, request.part(0.5)).smallest(
             keep_all_peak(graph, options)
         )
         if least is not None and least.peak_bytes <= _least_with_all_residents(problem):
@@ -183,7 +183,7 @@ def _planned_with_homes(
         found = _planned_without_homes(problem, alone, progress, start, started)
     except (InfeasibleBudgetError, TimeLimitError) as error:
         refusal = error
-    search = searched(problem, options, request)
+    search = plans_of(problem, options, request)
     if found is not None and found.cost_us <= problem.floor_us and not problem.host_ops:
         return found
     everything = keep_all_peak(graph, options)

@@ -11,7 +11,7 @@ from coop_plan.planner.homes.online import OnlineHomes
 from coop_plan.planner.method import Request
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.planning import keep_all_peak
-from coop_plan.schemas import Offload, Prefetch
+from coop_plan.schemas import Offload
 from tests.planner.test_homes import iteration, movable
 from tests.strategies import graphs
 
@@ -44,9 +44,8 @@ def test_each_plan_is_valid_down_to_the_smallest_budget(
     assert budget_lower_bound(problem) <= less.peak_bytes
     options = PlanOptions.given("min", fields)
     high = keep_all_peak(free, options)
-    budget = max(
-        1, less.budget_bytes + (high - less.budget_bytes) * data.draw(st.integers(0, 10)) // 10
-    )
+    low, share = less.budget_bytes, data.draw(st.integers(0, 10))
+    budget = max(1, low + (high - low) * share // 10)
     search = OnlineHomes(problem, options, Request(0, options.off))
     found = search.cheapest(budget, float("inf"))
     assert found is None or found.peak_bytes <= budget

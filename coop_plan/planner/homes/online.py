@@ -41,7 +41,7 @@ class OnlineHomes:
         return found if found is not None and found.cost_us < limit_us else None
 
     def smallest(self, budget: int) -> Plan | None:
-        """The plan of least memory that is found, below a budget (bytes) that is known to be met."""
+        """The plan of least memory that is found, below a budget (bytes) that another meets."""
         try:
             smallest = self.task.smallest(self._without_evictions.placed)
         except (DoesNotFitError, TimeLimitError):

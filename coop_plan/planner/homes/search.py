@@ -239,8 +239,8 @@ class HomeSearch:
 def by_uses(problem: Problem) -> list[int]:
     """Ids of the residents that may have homes: fewest ops that use them first.
 
-    The host budget has room for them. Among those with as many uses, the order of the first use is bit-reversed, so that the copies of
-    each share are spread over the step.
+    The host budget has room for them. Among those with as many uses, the order of the first use is
+    bit-reversed, so that the copies of each share are spread over the step.
     """
     graph = problem.graph
     uses: dict[int, list[int]] = {graph.tensors[t].id: [] for t in problem.home_candidates}
