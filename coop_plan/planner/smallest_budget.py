@@ -235,7 +235,9 @@ class _Interval:
 
     def narrow(self, most: int | None = None) -> None:
         """Probe arenas within the interval until it is small enough or the probes are used up."""
-        linked = not self.small and "transfers" in self.task.problem.beyond_recomputation
+        problem = self.task.problem
+        linked = not self.small and "transfers" in problem.beyond_recomputation
+        linked &= not problem.homes.copies  # an online run, which is quick
         if most is None:
             most = 64 if self.small else 3 if linked else COARSE_PROBES
         task = replace(self.task, request=self.task.request.part(SEARCH_SHARE))

@@ -4,10 +4,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.synthetic import gpt, with_adamw
 from coop_plan.planner import METHODS, InfeasibleBudgetError, plan
-from coop_plan.planner.core.memory_bounds import budget_lower_bound
+from coop_plan.planner.core.memory_bounds import budget_lower_bound, largest_working_set
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.homes.lower import lowered_online
 from coop_plan.planner.homes.online import OnlineHomes
+from coop_plan.planner.homes.search import by_uses
 from coop_plan.planner.method import Request
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.planning import keep_all_peak
@@ -70,3 +73,12 @@ def test_residents_may_exceed_the_budget(method):
     assert plan(graph, "min", method=method, alignment=1).peak_bytes == budget_lower_bound(
         Problem.from_graph(graph, 1)
     )
+
+
+def test_the_smallest_budget_of_a_larger_graph_is_searched_near_its_working_set():
+    """An online run is quick: the search takes as many probes as one without transfers."""
+    problem = Problem.from_graph(with_adamw(gpt(4, tokens=8192, width=4096), 25.0))
+    made = plan(problem.graph, "min", method="delta")
+    assert len(made.homes) == len(problem.home_candidates)
+    low = lowered_online(problem, by_uses(problem)).form.problem
+    assert made.peak_bytes <= 1.5 * (low.fixed_bytes + largest_working_set(low).bytes)

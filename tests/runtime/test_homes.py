@@ -168,6 +168,13 @@ def test_an_iteration_with_homes_is_the_loops(kind, optimizer, clip_norm, link, 
     assert sum(span.bytes for span in report.copies) == report.plan.swapped_bytes
 
 
+@pytest.mark.parametrize(
+    ("method", "kind", "optimizer"), [("delta", Gpt, "adamw"), ("swap-only", Mlp, "momentum")]
+)
+def test_online_methods_move_residents(method, kind, optimizer):
+    assert Pair(kind, optimizer, "min", 0.05, method=method).run(0, 1, count=2).plan.homes
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_states_of_any_optimizer_may_have_homes(optimizer, monkeypatch):
     """All states of a parameter are one copy."""
