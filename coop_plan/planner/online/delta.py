@@ -127,19 +127,19 @@ def start_copies_ahead(a: Arrays, s: ArenaState, position: int) -> None:
                 begin_offload(a, s, t)
     if not s.transfers.prefetch:
         return
-    latest, arriving, in_flight, home = 0, 0, 0, 0
+    latest, arriving, copying, home = 0, 0, 0, 0
     for t in range(count):
         arriving += s.tensor[t].is_arriving and not s.tensor[t].is_home
-        in_flight += s.tensor[t].is_arriving and s.tensor[t].prefetch_end_us > s.now.clock_us
+        copying += s.tensor[t].is_arriving and s.tensor[t].prefetch_end_us > s.now.clock_us
     # Prefetch: the home that is read next first, as long as a free block holds it.
-    while in_flight < 2 and home >= 0:
+    while copying < 2 and home >= 0:
         home = _next_home(a, s, position)
         if home >= 0:
             at = allocate(s, a.size[home], home, False)
             if at == NO_ROOM:
                 break
             begin_prefetch(s, home, at)
-            in_flight += 1
+            copying += 1
     if not s.now.has_prefetched:
         return
     # Prefetch: the tensor offloaded last first, as long as a free block holds it.
