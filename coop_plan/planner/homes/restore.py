@@ -71,7 +71,7 @@ def restored(graph: Graph, low: Lowered, plan: Plan) -> Plan:
     `plan` is one of the lowered graph. The artificial ops and their transfers are left out; copies
     on the host get new offsets, beside the homes, and updates on the host are inserted.
     """
-    steps = _with_host_updates(low, _without_artificial_ops(low, plan.steps))
+    steps = _with_host_updates(graph, low, _without_artificial_ops(low, plan.steps))
     size = {tensor.id: tensor.bytes for tensor in graph.tensors}
     steps, homes, slab = _with_host_offsets(low, steps, size, plan.alignment)
     made = plan.model_copy({"graph": fingerprint(graph), "homes": homes, "steps": steps})
@@ -133,12 +133,13 @@ def _without_artificial_ops(low: Lowered, steps: Iterable[Step]) -> list[Step]:
     return kept
 
 
-def _with_host_updates(low: Lowered, steps: list[Step]) -> list[Step]:
+def _with_host_updates(graph: Graph, low: Lowered, steps: list[Step]) -> list[Step]:
     """The steps with each update on the host as early as its gradient and its homes allow.
 
-    That is after the offload of its gradient begins, and after the last prefetch from a home that
-    it uses has ended.
+    That is after the offload of its gradient begins, after the last prefetch from a home that it
+    uses has ended, and after the first runs of all forward ops.
     """
+    left, forwards = {op.id for op in graph.ops if op.phase == "forward"}, 0
     tensor: dict[int, int] = {}
     sent: dict[int, tuple[int, int]] = {}  # by gradient the step of its offload, and its buffer
     fetched: dict[int, int] = {}  # by home the last wait on a prefetch from it
@@ -147,6 +148,9 @@ def _with_host_updates(low: Lowered, steps: list[Step]) -> list[Step]:
         match step:
             case Compute():
                 tensor |= {write.buffer: write.tensor for write in step.writes}
+                if step.op in left:
+                    left.remove(step.op)
+                    forwards = number
             case Prefetch():
                 tensor[step.buffer] = step.tensor
                 if step.from_ is None:
@@ -160,7 +164,7 @@ def _with_host_updates(low: Lowered, steps: list[Step]) -> list[Step]:
     after: dict[int, list[tuple[int, Step]]] = {}
     for update in low.updates:
         at, buffer = sent[update.gradient]
-        last = max([at, *(fetched[t] for t in update.residents if t in fetched)])
+        last = max([forwards, at, *(fetched[t] for t in update.residents if t in fetched)])
         reads = [buffer if t == update.gradient else TensorRead(tensor=t) for t in update.inputs]
         run = Compute(op=update.op, variant=update.variant, reads=reads, writes=[])
         after.setdefault(last, []).append((at, run))

@@ -2,7 +2,7 @@
 
 Program order is that of the loop in eager: the forward and the backward of each micro-batch, then
 the checks for a GradScaler, and the norm of the gradients, if they are clipped. Each parameter is
-updated as soon as its gradient is complete and no later op of the program reads the parameter.
+updated as soon as all forwards ran, its gradient is complete and no later op reads the parameter.
 """
 
 import math
@@ -372,8 +372,8 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 def in_loop_order(captured: Captured) -> Captured:
     """A captured iteration with its ops in program order, each update as early as it can be.
 
-    An update comes behind the last op that makes its gradient or reads its parameter. Forwards end
-    with the op that makes the last of the forward's outputs.
+    An update comes behind the last op that makes its gradient or reads its parameter, and behind
+    all forwards, which may fail by their inputs: then no parameter is updated.
     """
     place = {node: i for i, node in enumerate(captured.module.graph.nodes)}
     ops = captured.graph.ops
@@ -382,16 +382,16 @@ def in_loop_order(captured: Captured) -> Captured:
         key=lambda i: place[captured.ops[i]],
     )
     last_use = {t: at for at, i in enumerate(order) for t in (*ops[i].inputs, *ops[i].outputs)}
+    last_forward = max((at for at, i in enumerate(order) if ops[i].phase == "forward"), default=-1)
     after: dict[int, list[int]] = {}
     for i, node in enumerate(captured.ops):
         if UPDATE in node.meta:
-            at = max(last_use.get(t, -1) for t in ops[i].inputs)
+            at = max(last_forward, *(last_use.get(t, -1) for t in ops[i].inputs))
             after.setdefault(at, []).append(i)
     order = [
         *after.get(-1, ()),
         *(j for at, i in enumerate(order) for j in (i, *after.get(at, ()))),
     ]
-    ends = [at for at, i in enumerate(order) if ops[i].phase == "forward"]
     renumbered = [
         ops[i].model_copy(update={"id": at, **_phase(captured.ops[i])})
         for at, i in enumerate(order)
@@ -401,7 +401,7 @@ def in_loop_order(captured: Captured) -> Captured:
         graph=captured.graph.model_copy(update={"ops": renumbered}),
         ops=[captured.ops[i] for i in order],
         profiles=[captured.profiles[i] for i in order],
-        forward_ops=max(ends, default=-1) + 1,
+        forward_ops=last_forward + 1,
     )
 
 

@@ -1,0 +1,117 @@
+"""Iterations that fail: all is as before or as after, or told and refused from then on."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import coop_plan
+from tests.runtime.iterating import OPTIMIZERS, eager, equal, listed, state_of
+
+WIDTH, ROWS, WORDS = 24, 16, 10
+
+
+class Tasks(nn.Module):
+    """A trunk, and a head for each task, which other micro-batches do not use."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.ModuleList(nn.Embedding(WORDS, WIDTH) for _ in range(2))
+        self.trunk = nn.Linear(WIDTH, WIDTH)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, WORDS) for _ in range(2))
+
+    def loss(self, batch):
+        task, words, following = batch
+        x = self.trunk(self.words[task](words)).tanh()
+        return nn.functional.cross_entropy(self.heads[task](x), following)
+
+
+def batches_of(step, tasks, bad=None):
+    """One micro-batch a task; in micro-batch `bad` a word is none of the vocabulary."""
+    draw = torch.Generator().manual_seed(step)
+    found = []
+    for at, task in enumerate(tasks):
+        words, following = torch.randint(0, WORDS, (2, ROWS), generator=draw)
+        words[3] += WORDS * (at == bad)
+        found.append((task, words, following))
+    return found
+
+
+class Trained:
+    """A model of tasks and its optimizers, by iterations; `loop` trains the same in eager."""
+
+    def __init__(self, optimizer, tasks, clip_norm, budget, **options):
+        torch._dynamo.reset()
+        self.tasks, self.clip_norm = tasks, clip_norm
+        self.model, self.optimizer = Trained.made(optimizer)
+        self.other, self.others = Trained.made(optimizer)
+        self.iteration = coop_plan.train_iteration(
+            self.model.loss,
+            self.optimizer,
+            budget,
+            clip_norm=clip_norm,
+            method="coop-offline",
+            **options,
+        )
+        self.schedulers, self.other_schedulers = (
+            [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in listed(of)]
+            for of in (self.optimizer, self.others)
+        )
+
+    @staticmethod
+    def made(optimizer):
+        model = Tasks()
+        return model, OPTIMIZERS[optimizer](model.parameters())
+
+    def run(self, step, bad=None):
+        self.iteration(*batches_of(step, self.tasks, bad))
+
+    def loop(self, step):
+        eager(self.other.loss, self.others, batches_of(step, self.tasks), self.clip_norm)
+
+    def compare(self, *steps):
+        for step in steps:
+            self.run(step)
+            self.loop(step)
+            for one in (*self.schedulers, *self.other_schedulers):
+                one.step()
+            assert equal(self.state(), self.state_of_loop())
+
+    def state(self):
+        return [v.detach().clone() for v in state_of(self.model, self.optimizer)]
+
+    def state_of_loop(self):
+        return state_of(self.other, self.others)
+
+
+@st.composite
+def kinds(draw):
+    tasks = draw(st.lists(st.integers(0, 1), min_size=1, max_size=3))
+    return {
+        "optimizer": draw(st.sampled_from(["momentum", "adamw", "muon-adamw"])),
+        "tasks": tuple(tasks),
+        "clip_norm": draw(st.sampled_from([None, 1.0])),
+        "budget": draw(st.sampled_from(["60%", "min"])),
+        "link": draw(st.sampled_from(["0", "2GB/s"])),
+    }
+
+
+CASE = {"optimizer": "adamw", "tasks": (0, 1), "clip_norm": None, "budget": "60%"}
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(of=kinds(), data=st.data())
+@example(CASE | {"link": "0"}, 1)
+@example(CASE | {"link": "2GB/s", "budget": "min"}, 1)
+def test_a_forward_that_fails_leaves_all_as_before(of, data):
+    """That of any micro-batch, also where those before it trained parameters of their own."""
+    bad = data if isinstance(data, int) else data.draw(st.integers(0, len(of["tasks"]) - 1))
+    ours = Trained(**of)
+    ours.compare(0, 1)
+    before = ours.state()
+    with pytest.raises(IndexError):
+        ours.run(2, bad)
+    assert equal(ours.state(), before)
+    ours.compare(2, 3)
