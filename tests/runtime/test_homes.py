@@ -19,7 +19,7 @@ from coop_plan.runtime.capture.joint_graph import SAVED_HANDLE_BYTES
 from coop_plan.runtime.device.arena import process_bytes
 from coop_plan.runtime.device.copy_engines import FROM_HOST, TO_HOST, CpuCopyEngines
 from coop_plan.runtime.whole_iteration import updates
-from tests.runtime.iterating import OPTIMIZERS, eager, equal, preferring_host, state_of
+from tests.runtime.iterating import OPTIMIZERS, eager, equal, listed, preferring_host, state_of
 
 WIDTH, ROWS, WORDS = 64, 8, 50
 
@@ -478,7 +478,10 @@ def check_failure(pair, calls, at, place, engines=CpuCopyEngines):
 def by_parameter(model, optimizer):
     """The bits of each parameter and its states."""
     return [
-        [p.detach().clone(), *(v.clone() for v in optimizer.state.get(p, {}).values())]
+        [
+            p.detach().clone(),
+            *(v.clone() for one in listed(optimizer) for v in one.state.get(p, {}).values()),
+        ]
         for p in model.parameters()
     ]
 

@@ -175,10 +175,15 @@ def test_a_copy_that_fails_leaves_its_update_out(monkeypatch):
 def test_the_wait_of_the_end_is_without_those_for_a_processor():
     """An update that sleeps has no processor; one that waits for its copy does not need one."""
     ended = []
-    with HostUpdates(lambda: ended.append(None)) as host:
+
+    def update(gradient):
+        time.sleep(0.05)
+        ended.append(gradient)
+
+    with HostUpdates() as host:
         for waited_us in (0.0, 7.0):
             copied = torch.zeros(1), waited_us
-            host.start(lambda copied=copied: copied, lambda _: time.sleep(0.05))
+            host.start(lambda copied=copied: copied, update)
     assert len(ended) == 2
     assert 7.0 < host.stall_us == pytest.approx(host.busy_us + 7.0)
 

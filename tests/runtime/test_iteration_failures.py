@@ -1,5 +1,9 @@
 """Iterations that fail: all is as before or as after, or told and refused from then on."""
 
+import copy
+import re
+import sys
+
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
@@ -7,7 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import coop_plan
-from tests.runtime.iterating import OPTIMIZERS, eager, equal, listed, state_of
+from coop_plan.runtime import PartlyUpdatedError
+from tests.runtime.iterating import OPTIMIZERS, eager, equal, listed, preferring_host, state_of
+from tests.runtime.test_homes import by_parameter
+from tests.runtime.test_iteration_signals import calling, calls_of
 
 WIDTH, ROWS, WORDS = 24, 16, 10
 
@@ -86,6 +93,34 @@ class Trained:
         return state_of(self.other, self.others)
 
 
+    def by_parameter(self):
+        return by_parameter(self.model, self.optimizer)
+
+    def saved(self):
+        optimizers = [one.state_dict() for one in listed(self.optimizer)]
+        return copy.deepcopy((self.model.state_dict(), optimizers))
+
+    def load(self, saved):
+        self.model.load_state_dict(saved[0])
+        for one, state in zip(listed(self.optimizer), saved[1], strict=True):
+            one.load_state_dict(state)
+
+    def named(self, text):
+        """Positions in the model of the parameters that a text of an error names."""
+        found = set()
+        order = {parameter: at for at, parameter in enumerate(self.model.parameters())}
+        for number, kind, group, places in re.findall(
+            r"optimizer (\d+) \((\w+)\), group (\d+): ([\d, -]+)", text
+        ):
+            one = listed(self.optimizer)[int(number)]
+            assert type(one).__name__ == kind
+            for span in places.rstrip(", ").split(", "):
+                first, last = int(span.split("-")[0]), int(span.split("-")[-1])
+                named = one.param_groups[int(group)]["params"][first : last + 1]
+                found |= {order[parameter] for parameter in named}
+        return found
+
+
 @st.composite
 def kinds(draw):
     tasks = draw(st.lists(st.integers(0, 1), min_size=1, max_size=3))
@@ -115,3 +150,56 @@ def test_a_forward_that_fails_leaves_all_as_before(of, data):
         ours.run(2, bad)
     assert equal(ours.state(), before)
     ours.compare(2, 3)
+
+
+class Failure(Exception):
+    pass
+
+
+def fail():
+    raise Failure
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(of=kinds(), on_host=st.booleans(), permille=st.integers(0, 999))
+@example(CASE | {"link": "0"}, False, 700)
+@example(CASE | {"link": "2GB/s", "budget": "min"}, False, 600)
+@example(CASE | {"link": "2GB/s", "budget": "min"}, True, 800)
+def test_an_exception_at_any_call_is_of_before_or_of_after_or_refused(of, on_host, permille):
+    """As one that another thread sends, or that an op, a copy or an update raises."""
+    with pytest.MonkeyPatch.context() as patch:
+        if on_host:
+            preferring_host(patch)
+        ours = Trained(**of)
+        ours.compare(0)
+    calls = calls_of(ours.run, 1)
+    ours.loop(1)
+    before, saved = ours.by_parameter(), ours.saved()
+    ours.loop(2)
+    after, told = by_parameter(ours.other, ours.others), None
+    try:
+        sys.setprofile(calling(permille * calls // 1000, fail))
+        ours.run(2)
+    except PartlyUpdatedError as error:
+        told = str(error)
+    except Failure:
+        pass
+    finally:
+        sys.setprofile(None)
+    found = ours.by_parameter()
+    if told is None:
+        if not all(map(equal, found, after)):
+            assert all(map(equal, found, before))
+            ours.run(2)
+    else:
+        updated, amid = (ours.named(part) for part in told.split("amid their update"))
+        assert updated | amid
+        for at, is_now in enumerate(found):
+            assert at in amid or equal(is_now, (after if at in updated else before)[at])
+        for _ in range(2):
+            with pytest.raises(PartlyUpdatedError, match="parameters were updated"):
+                ours.run(2)
+        assert all(map(equal, ours.by_parameter(), found))
+        ours.load(saved)
+        ours.run(2)
+    ours.compare(3, 4)

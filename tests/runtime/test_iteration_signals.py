@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 import coop_plan
 from coop_plan import runtime
 from coop_plan.runtime.whole_iteration.all_or_none import AllOrNone
+from coop_plan.runtime.whole_iteration.updates import ParameterUpdate
 from tests.runtime.iterating import OPTIMIZERS, WIDTH, equal, listed, preferring_host, state_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
@@ -245,6 +246,15 @@ def actions():
     return found
 
 
+PARAMETER = nn.Parameter(torch.zeros(1))
+OPTIMIZER = torch.optim.SGD([PARAMETER])
+UPDATE = ParameterUpdate(OPTIMIZER, 0, PARAMETER, nullcontext(), None), torch.zeros(1)
+
+
+def all_or_none(finish=lambda: None):
+    return AllOrNone(finish, [OPTIMIZER])
+
+
 def restart_calls(number):
     signal.siginterrupt(number, False)
 
@@ -281,7 +291,7 @@ def test_handlers_are_those_of_before_and_run_once(installed, sent, at, fails):
             if install is dump_traces_first:
                 after.callback(faulthandler.unregister, number)
         before = actions()
-        with suppress(Preempted, runtime.PartlyUpdatedError), AllOrNone(lambda: None) as updates:
+        with suppress(Preempted, runtime.PartlyUpdatedError), all_or_none() as updates:
             for i in range(3):
                 if i == at:
                     for number in sent:
@@ -289,7 +299,7 @@ def test_handlers_are_those_of_before_and_run_once(installed, sent, at, fails):
                 if fails and i == 2:
                     raise Preempted
                 updates.begin(3)
-                updates.end()
+                updates.run(*UPDATE)
             assert set(called) == (sent if at == 0 else set())
         assert actions() == before
         assert sorted(called) == sorted(sent if at < 3 else ())
@@ -301,10 +311,10 @@ def test_a_handler_of_an_event_loop_runs_once():
 
     async def preempted():
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, called.append, 1)
-        with AllOrNone(lambda: None) as updates:
+        with all_or_none() as updates:
             updates.begin(1)
             os.kill(os.getpid(), signal.SIGTERM)
-            updates.end()
+            updates.run(*UPDATE)
         await asyncio.sleep(0.05)
 
     asyncio.run(preempted())
@@ -317,9 +327,9 @@ def test_a_handler_that_a_hook_installs_stays():
 
     kept = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        with AllOrNone(lambda: signal.signal(signal.SIGTERM, handler)) as updates:
+        with all_or_none(lambda: signal.signal(signal.SIGTERM, handler)) as updates:
             updates.begin(1)
-            updates.end()
+            updates.run(*UPDATE)
         assert signal.getsignal(signal.SIGTERM) is handler
     finally:
         signal.signal(signal.SIGTERM, kept)
@@ -336,11 +346,11 @@ def test_signals_at_any_call_leave_all_handlers_and_run_each_once(sent, amid):
         raise Preempted(number)
 
     def run():
-        with AllOrNone(lambda: None) as updates:
+        with all_or_none() as updates:
             updates.begin(1)
             if amid == "updates":
                 send_at_once(sent)
-            updates.end()
+            updates.run(*UPDATE)
 
     def run_to(at):
         sys.setprofile(calling(at, lambda: send_at_once(sent)))

@@ -25,20 +25,18 @@ class _Ran(NamedTuple):
 class HostUpdates(AbstractContextManager["HostUpdates", None]):
     """Updates of one iteration on the host, one after the other; its context ends after them.
 
-    `ended` is called at the end, once for each update without an error. The thread begins with the
-    first update, so that it has the state of the processor of the thread that calls, and it
-    computes with as many threads: results are equal to the bit.
+    The thread begins with the first update, so that it has the state of the processor of the thread
+    that calls, and it computes with as many threads: results are equal to the bit.
 
     Raises:
         BaseException: at the end, that of the first update that failed.
     """
 
-    def __init__(self, ended: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self.busy_us = 0.0
         """Time in the updates, without waits for gradients."""
         self.stall_us = 0.0
         """Time in which the end of the context waited, without waits for a processor."""
-        self._ended = ended
         self._thread: ThreadPoolExecutor | None = None
         self._begun: list[Future[_Ran]] = []
 
@@ -59,7 +57,10 @@ class HostUpdates(AbstractContextManager["HostUpdates", None]):
         if self._thread is None:
             return
         began = time.perf_counter()
-        self._thread.shutdown()
+        try:
+            self._thread.shutdown()
+        finally:
+            self._thread.shutdown()  # also where an exception ended the wait
         most_us, left_us = (time.perf_counter() - began) * 1e6, 0.0
         faults = []
         for future in self._begun:
@@ -68,7 +69,6 @@ class HostUpdates(AbstractContextManager["HostUpdates", None]):
                 ran = future.result()
                 self.busy_us += ran.busy_us
                 left_us += ran.busy_us + ran.waited_us if ran.end > began else 0.0
-                self._ended()
             else:
                 faults.append(fault)
         self.stall_us = min(most_us, left_us)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,8 +102,7 @@ class PlannedIteration:
                     all_or_none.skip()
                     return
                 with self._homes.exchanged(self._copied_homes(at, copies)):
-                    update(gradient)
-                all_or_none.end()
+                    all_or_none.run(update, gradient)
 
             return run
 
@@ -112,11 +112,11 @@ class PlannedIteration:
                 if update.is_skipped:
                     all_or_none.skip()
                 else:
-                    host.start(copied, update)
+                    host.start(copied, partial(all_or_none.run, update))
 
             return start
 
-        invocation.host = host = HostUpdates(all_or_none.end)
+        invocation.host = host = HostUpdates()
         invocation.updates = {at: updating(at, one) for at, one in self._updates.items()}
         invocation.updates_on_host = {at: on_host(one) for at, one in self._updates.items()}
         results = self._run(invocation, inputs)

@@ -1,5 +1,6 @@
 """`train_iteration`: compiles a whole iteration, from the forward to the optimizer's updates."""
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -37,7 +38,7 @@ from coop_plan.runtime.variants.linear_cross_entropy import (
     heads_of,
 )
 from coop_plan.runtime.variants.passes import VARIANT_PASSES
-from coop_plan.runtime.whole_iteration.all_or_none import AllOrNone
+from coop_plan.runtime.whole_iteration.all_or_none import AllOrNone, check_loaded
 from coop_plan.runtime.whole_iteration.graph import (
     IN_PLACE_SUMS,
     SCALAR,
@@ -110,7 +111,8 @@ class TrainIteration:
     """A compiled iteration; call it with one argument a micro-batch.
 
     `grad_norm` is the norm of the last call's gradients before they were clipped, None without
-    `clip_norm`.
+    `clip_norm`. A call holds `lock`: other threads that hold it find parameters and states of
+    before or of after.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class TrainIteration:
         scaling: Scaling | None,
     ) -> None:
         self.grad_norm: torch.Tensor | None = None
+        self.lock = threading.RLock()
         self._optimizers = optimizers
         self._steps = True
         self._scaling = scaling
@@ -138,7 +141,7 @@ class TrainIteration:
         self._homes = Homes()
         self._iterations = 0
         self._batches = 0
-        self._all_or_none = AllOrNone(self._finish)
+        self._all_or_none = AllOrNone(self._finish, optimizers)
 
         def losses(*batches: Any) -> list[torch.Tensor]:
             return [loss_fn(batch) for batch in batches]
@@ -163,7 +166,8 @@ class TrainIteration:
         Raises:
             planner.InfeasibleBudgetError: the budget cannot be met.
             RuntimeRefusalError: the iteration cannot be planned.
-            PartlyUpdatedError: an op or a copy failed after the first update, before the last.
+            PartlyUpdatedError: an op or a copy failed after the first update, before the last, in
+                this call or in one after which the state of before was not loaded.
         """
         if not batches:
             raise RuntimeRefusalError("train_iteration needs a micro-batch: iteration(batch)")
@@ -178,7 +182,9 @@ class TrainIteration:
                 " run: turn it off (detect_anomaly), or use train_step"
             )
         _refuse_ranks()
-        with AllOrNone(self._finish) as self._all_or_none, torch.enable_grad():
+        call = AllOrNone(self._finish, self._optimizers)
+        with self.lock, call as self._all_or_none, torch.enable_grad():
+            check_loaded(self._optimizers)
             self._updates.begin()
             before, self._batches = self._iterations, len(batches)
             losses = [_scalar(loss).detach() for loss in self._losses(*batches)]

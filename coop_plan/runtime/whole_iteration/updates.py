@@ -72,6 +72,11 @@ class ParameterUpdate:
         return storages_of(self.optimizer.state.get(self.parameter, {}), self.parameter.device)
 
     @property
+    def place(self) -> int:
+        """Place of the parameter in its group."""
+        return next(i for i, p in enumerate(self.options["params"]) if p is self.parameter)
+
+    @property
     def has_states(self) -> bool:
         """True if the optimizer has updated the parameter before, or loaded its states."""
         return bool(self.optimizer.state.get(self.parameter))
@@ -278,6 +283,12 @@ def storages_of(states: Any, device: torch.device) -> list[torch.UntypedStorage]
     tensors = (v for v in values if isinstance(v, torch.Tensor) and v.device == device)
     found = {storage_key(value): value.untyped_storage() for value in tensors}
     return [storage for storage in found.values() if storage.nbytes()]
+
+
+def tensors_of(optimizer: Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
+    """A parameter and the tensors of its states."""
+    states = tree_flatten(optimizer.state.get(parameter, {}))[0]
+    return [parameter, *(value for value in states if isinstance(value, torch.Tensor))]
 
 
 def _refuse_shared_memory(inputs: Sequence[Any], updated: Mapping[int, Any]) -> None:
