@@ -470,8 +470,9 @@ def check_failure(pair, calls, at, place, engines=CpuCopyEngines):
     assert found.type is PartlyUpdatedError or len(updated) in (0, len(now))
     del found  # its frames have tensors of the arena
     saved = copy.deepcopy((pair.ours.state_dict(), pair.mine.state_dict()))
-    pair.theirs.load_state_dict(saved[0])
-    pair.other.load_state_dict(saved[1])
+    for model, optimizer in ((pair.ours, pair.mine), (pair.theirs, pair.other)):
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
     pair.run(2, 3)
 
 

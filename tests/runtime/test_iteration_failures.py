@@ -1,8 +1,11 @@
 """Iterations that fail: all is as before or as after, or told and refused from then on."""
 
+import concurrent.futures.thread
 import copy
+import queue
 import re
 import sys
+import threading
 
 import pytest
 import torch
@@ -14,9 +17,9 @@ import coop_plan
 from coop_plan.runtime import PartlyUpdatedError
 from tests.runtime.iterating import OPTIMIZERS, eager, equal, listed, preferring_host, state_of
 from tests.runtime.test_homes import by_parameter
-from tests.runtime.test_iteration_signals import calling, calls_of
 
 WIDTH, ROWS, WORDS = 24, 16, 10
+STANDARD = {module.__file__ for module in (threading, queue, concurrent.futures.thread)}
 
 
 class Tasks(nn.Module):
@@ -92,7 +95,6 @@ class Trained:
     def state_of_loop(self):
         return state_of(self.other, self.others)
 
-
     def by_parameter(self):
         return by_parameter(self.model, self.optimizer)
 
@@ -102,7 +104,7 @@ class Trained:
 
     def load(self, saved):
         self.model.load_state_dict(saved[0])
-        for one, state in zip(listed(self.optimizer), saved[1], strict=True):
+        for one, state in zip(listed(self.optimizer), copy.deepcopy(saved[1]), strict=True):
             one.load_state_dict(state)
 
     def named(self, text):
@@ -156,8 +158,22 @@ class Failure(Exception):
     pass
 
 
-def fail():
-    raise Failure
+def failing(at):
+    """A profiler that fails before call number `at`, but for those in locks and threads.
+
+    There, an exception before the call that releases a lock would leave it locked for ever.
+    """
+    left = at
+
+    def profile(frame, event, argument):
+        nonlocal left
+        if event in ("call", "c_call") and frame.f_code.co_filename not in STANDARD:
+            left -= 1
+            if left == -1:
+                raise Failure
+
+    profile.seen = lambda: at - left
+    return profile
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -172,13 +188,16 @@ def test_an_exception_at_any_call_is_of_before_or_of_after_or_refused(of, on_hos
             preferring_host(patch)
         ours = Trained(**of)
         ours.compare(0)
-    calls = calls_of(ours.run, 1)
+    counting = failing(-1)
+    sys.setprofile(counting)
+    ours.run(1)
+    sys.setprofile(None)
     ours.loop(1)
     before, saved = ours.by_parameter(), ours.saved()
     ours.loop(2)
     after, told = by_parameter(ours.other, ours.others), None
     try:
-        sys.setprofile(calling(permille * calls // 1000, fail))
+        sys.setprofile(failing(permille * counting.seen() // 1000))
         ours.run(2)
     except PartlyUpdatedError as error:
         told = str(error)

@@ -1,6 +1,7 @@
 """Python code that runs amid an iteration: all parameters are those of before or of after it."""
 
 import asyncio
+import copy
 import ctypes
 import faulthandler
 import gc
@@ -50,6 +51,13 @@ class Trained:
 
     def run(self, step):
         self.iteration(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)))
+
+    def saved(self):
+        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+
+    def load(self, saved):
+        self.model.load_state_dict(saved[0])
+        self.optimizer.load_state_dict(saved[1])
 
     def state(self):
         found = [*state_of(self.model, self.optimizer), *self.averages]
@@ -221,6 +229,7 @@ def test_an_op_that_fails_among_the_updates_is_told(at, options):
     iteration = coop_plan.train_iteration(loss, ours.optimizer, "min", **options)
     for fails in (False, True, False):
         before = [p.detach().clone() for p in parameters]
+        saved = ours.saved()
         if not fails:
             iteration((torch.ones(8, WIDTH), torch.tensor(fails)))
             assert not any(map(torch.equal, before, parameters))
@@ -233,6 +242,7 @@ def test_an_op_that_fails_among_the_updates_is_told(at, options):
         if updated:
             assert found.match(f"after {updated} of 6 parameters were updated.*Preempted: load")
         assert found.type is (runtime.PartlyUpdatedError if updated else Preempted)
+        ours.load(saved)
 
 
 def actions():

@@ -10,7 +10,6 @@ arena, at the addresses of a copy of their home.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -196,39 +195,39 @@ class Homes:
         """Offset in the slab and bytes of each part of a tensor's home that has a storage."""
         return self._homes[tensor].parts
 
-    @contextmanager
-    def exchanged(self, copies: Mapping[int, Copy]) -> Iterator[None]:
-        """Context of an update, in which storages have the memory of their copies, by tensor id.
+    def update(self, copies: Mapping[int, Copy], run: Callable[[], None]) -> None:
+        """Run an update, in which storages have the memory of their copies, by tensor id.
 
         From here on the home is older than its copy, until `saved` or `save`.
         """
-        pairs = []
-        for tensor, copy in copies.items():
-            present = self._homes[tensor].present.values()
-            pairs += list(zip(present, (part.untyped_storage() for part in copy), strict=True))
-        for first, second in pairs:
-            exchange_memory(first, second)
+        self._unsaved |= copies
         try:
-            yield
-        finally:
-            for first, second in pairs:
-                exchange_memory(first, second)
             for tensor, copy in copies.items():
-                if not copy:
-                    self._take_new(tensor, copy)
-                self._unsaved[tensor] = copy
+                for storage, part in zip(self._homes[tensor].present.values(), copy, strict=True):
+                    exchange_memory(storage, part.untyped_storage())
+            run()
+        finally:
+            for tensor, copy in copies.items():
+                self._take_back(tensor, copy)
 
-    def _take_new(self, tensor: int, copy: Copy) -> None:
-        """Let states that were made in the arena have their home's memory, and the copy theirs."""
+    def _take_back(self, tensor: int, copy: Copy) -> None:
+        """Let storages have the memory of their home, and the copy that of the arena.
+
+        An exception may end it, or the exchange before it, at any call: then a second call goes on.
+        """
         home = self._homes[tensor]
-        made = sorted(home.resident.storages(), key=lambda storage: storage.data_ptr())
-        if [storage.nbytes() for storage in made] != list(home.resident.parts):
-            return  # of an update that failed, or of other sizes, which `begin` refuses
-        home.place(dict(zip(part_offsets(home.resident.parts), made, strict=True)))
-        for at, storage in home.present.items():
-            memory = self.memory(home.offset + at, storage.nbytes())
-            exchange_memory(storage, memory.untyped_storage())
-            copy.append(memory)
+        if not home.present:
+            made = sorted(home.resident.storages(), key=lambda storage: storage.data_ptr())
+            if [storage.nbytes() for storage in made] != list(home.resident.parts):
+                return  # of an update that failed, or of other sizes, which `begin` refuses
+            home.place(dict(zip(part_offsets(home.resident.parts), made, strict=True)))
+        assert self.slab is not None
+        base = self.slab.data_ptr() + home.offset
+        for number, (at, storage) in enumerate(home.present.items()):
+            if number == len(copy):  # of states that were made in the arena
+                copy.append(self.memory(home.offset + at, storage.nbytes()))
+            if storage.data_ptr() != base + at:
+                exchange_memory(storage, copy[number].untyped_storage())
 
     def saved(self, tensor: int) -> None:
         """Note that a tensor's copy was written to its home."""
@@ -238,8 +237,9 @@ class Homes:
         """Write all copies that were updated to their homes, after an iteration that failed."""
         assert self.slab is not None
         for tensor, copy in self._unsaved.items():
-            for (offset, size), part in zip(self.parts_of(tensor), copy, strict=True):
-                self.memory(offset, size).copy_(bytes_of(part.untyped_storage()))
+            self._take_back(tensor, copy)
+            for storage, part in zip(self._homes[tensor].present.values(), copy, strict=True):
+                bytes_of(storage).copy_(bytes_of(part.untyped_storage()))
         self._unsaved.clear()
 
 

@@ -53,14 +53,16 @@ class HostUpdates(AbstractContextManager["HostUpdates", None]):
 
         self._begun.append(self._thread.submit(run))
 
+    def wait(self) -> None:
+        """Wait for all updates that began; no other follows."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._thread is None:
             return
         began = time.perf_counter()
-        try:
-            self._thread.shutdown()
-        finally:
-            self._thread.shutdown()  # also where an exception ended the wait
+        self.wait()
         most_us, left_us = (time.perf_counter() - began) * 1e6, 0.0
         faults = []
         for future in self._begun:

@@ -101,8 +101,8 @@ class PlannedIteration:
                 if update.is_skipped:
                     all_or_none.skip()
                     return
-                with self._homes.exchanged(self._copied_homes(at, copies)):
-                    all_or_none.run(update, gradient)
+                homes = self._copied_homes(at, copies)
+                self._homes.update(homes, partial(all_or_none.run, update, gradient))
 
             return run
 
@@ -146,6 +146,7 @@ class PlannedIteration:
                     self._clock.mark(cuda.OTHER)
                 compiled.arena.leave()
         except BaseException:
+            host.wait()  # also where an exception ended the wait
             if invocation.transfers is not None:
                 invocation.transfers.abandon()
             invocation.memory = None  # no result is needed
