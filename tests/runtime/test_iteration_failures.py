@@ -6,6 +6,7 @@ import queue
 import re
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -176,7 +177,7 @@ def failing(at):
     return profile
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(of=kinds(), on_host=st.booleans(), permille=st.integers(0, 999))
 @example(CASE | {"link": "0"}, False, 700)
 @example(CASE | {"link": "2GB/s", "budget": "min"}, False, 600)
@@ -222,3 +223,31 @@ def test_an_exception_at_any_call_is_of_before_or_of_after_or_refused(of, on_hos
         ours.load(saved)
         ours.run(2)
     ours.compare(3, 4)
+
+
+@pytest.mark.parametrize("link", ["0", "2GB/s"])
+def test_a_thread_with_the_lock_finds_the_state_of_before_or_of_after(link):
+    """As one that saves a checkpoint while another trains."""
+    ours = Trained("adamw", (0, 1), None, "min", link=link)
+    ours.compare(0)
+    states, found, ended = [ours.state()], [], threading.Event()
+    for step in range(1, 9):
+        ours.loop(step)
+        states.append([value.detach().clone() for value in ours.state_of_loop()])
+
+    def save():
+        while not ended.is_set():
+            with ours.iteration.lock:
+                found.append(ours.state())
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    try:
+        for step in range(1, 9):
+            ours.run(step)
+            time.sleep(0.001)
+    finally:
+        ended.set()
+        thread.join()
+    assert all(any(equal(one, state) for state in states) for one in found)
+    assert len(found) > 1

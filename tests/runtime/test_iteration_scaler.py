@@ -305,6 +305,7 @@ def test_an_error_is_of_before_or_told(fails_at, factors, monkeypatch):
     pair = Pair("muon-adamw", "70%")
     pair.compare(batches_of(0, 1))
     before = copy.deepcopy((states_of(pair.mine), [*pair.ours.parameters()]))
+    saved = copy.deepcopy([one.state_dict() for one in (pair.ours, *pair.mine)])
     scale = pair.scaler.state_dict()
     begin, begun = AllOrNone.begin, []
 
@@ -327,6 +328,8 @@ def test_an_error_is_of_before_or_told(fails_at, factors, monkeypatch):
     )
     assert same == (found.type is FailureError)
     assert pair.scaler.state_dict() == scale
+    for one, state in zip((pair.ours, *pair.mine), saved, strict=True):
+        one.load_state_dict(state)
     pair.iteration(*batches_of(2, 1))
     assert pair.scaler.state_dict() != scale
 
