@@ -25,7 +25,7 @@ _sigaction = ctypes.CDLL(None).sigaction
 
 
 class _Left(NamedTuple):
-    """What an iteration left partly updated: its error, and tensors with their versions then."""
+    """Error of an iteration that failed among its updates, and its tensors with their versions."""
 
     error: str
     tensors: Sequence[tuple["weakref.ref[torch.Tensor]", int]]
