@@ -81,7 +81,7 @@ class AllOrNone(AbstractContextManager["AllOrNone", None]):
         return self
 
     def begin(self, updates: int) -> None:
-        """Begin the updates of a plan, so many, at the first one."""
+        """Let signals wait from the first of a plan's `updates`, their number, on."""
         if not self._updates and threading.current_thread() is threading.main_thread():
             for number in signal.valid_signals():
                 handler = signal.getsignal(number)
