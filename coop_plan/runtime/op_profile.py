@@ -48,9 +48,11 @@ class Allocation:
 class OpProfile:
     """Time, outputs and memory of one op. `outputs` follows the flattened result; None: no tensor.
 
-    `cost_us` is device time, without the launch on CUDA. `worker_bytes` is scratch that the
-    kernel's worker threads allocate; PyTorch's allocator serves it, not the arena. `differs` is
-    True if two runs on the same inputs returned different bits (`capture.nondeterminism`).
+    `cost_us` is device time, without the launch on CUDA. `first_us` is that of a run
+    before which no op of its kind ran for long; 0 if it is not known. `worker_bytes` is scratch
+    that the kernel's worker threads allocate; PyTorch's allocator serves it, not the arena.
+    `differs` is True if two runs on the same inputs returned different bits
+    (`capture.nondeterminism`).
     """
 
     cost_us: float
@@ -59,6 +61,7 @@ class OpProfile:
     workspace_bytes: int
     worker_bytes: int
     differs: bool = False
+    first_us: float = 0.0
 
     @property
     def allocated_outputs(self) -> set[int]:

@@ -14,6 +14,7 @@ from coop_plan import runtime
 from coop_plan.planner import InfeasibleBudgetError, plan
 from coop_plan.runtime.capture import profiler
 from coop_plan.runtime.capture.cost_scaling import CostHistory
+from coop_plan.runtime.capture.op_timing import OpTimes
 from coop_plan.runtime.dynamic_shapes import specialize, symbolic_trace
 from coop_plan.runtime.execute import find_plan
 from coop_plan.runtime.torch_internals.dynamo import SETTINGS_OF_THREADS
@@ -286,7 +287,7 @@ def timed(monkeypatch):
     monkeypatch.setattr(profiler, "_profiles", {})
     monkeypatch.setattr(profiler, "session", lambda: None)
     times = []
-    monkeypatch.setattr(profiler, "time_op", lambda *_: times.append(1) or 5.0)
+    monkeypatch.setattr(profiler, "time_op", lambda *_: times.append(1) or OpTimes(5.0, 5.0))
     return times
 
 

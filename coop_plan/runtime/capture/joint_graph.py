@@ -8,7 +8,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,6 +19,7 @@ from coop_plan.planner.progress import counted
 from coop_plan.runtime.cache.profiles import profile_session, session
 from coop_plan.runtime.capture.graph_builder import (
     SNAPSHOT,
+    UPDATE,
     CostModel,
     GraphBuilder,
     is_check,
@@ -51,6 +52,9 @@ GENERATOR_BYTES = 5056
 
 RUNTIME = "runtime"
 """Name of the tensor for the memory that the runtime itself allocates during a step."""
+
+KEPT_OPS = 16
+"""Ops after which the code of a kernel is taken for gone from the processor's caches."""
 
 LAUNCHES = "launches"
 
@@ -234,7 +238,7 @@ def capture_joint(
         "tensors": builder.tensors,
         "ops": ops,
     }
-    return Captured(
+    captured = Captured(
         module=module,
         num_fwd_outputs=num_fwd_outputs,
         graph=parse_graph(document, source="captured graph"),
@@ -254,6 +258,31 @@ def capture_joint(
         resident_in_step=_resident_in_step(builder) if device.type == "cpu" else 0,
         variants=table.variants,
     )
+    return with_costs_in_order(captured)
+
+
+def with_costs_in_order(captured: Captured) -> Captured:
+    """A captured graph with the costs that its ops have in their order.
+
+    An op costs its `first_us` if none of its kind ran within `KEPT_OPS` ops, or since an update,
+    which runs more code than the processor's caches hold.
+    """
+    latest: dict[object, int] = {}
+    ops = []
+    for at, (node, op) in enumerate(zip(captured.ops, captured.graph.ops, strict=True)):
+        is_first = at - latest.get(node.target, -KEPT_OPS) >= KEPT_OPS
+        of = captured.variants.get(node, {})
+        forms = [captured.profiles[at], *(of[variant.name].profile for variant in op.variants)]
+        costs = [max(p.cost_us, p.first_us) if is_first else p.cost_us for p in forms]
+        variants = [
+            variant.model_copy({"cost_us": cost})
+            for variant, cost in zip(op.variants, costs[1:], strict=True)
+        ]
+        ops.append(op.model_copy({"cost_us": costs[0], "variants": variants}))
+        latest[node.target] = at
+        if UPDATE in node.meta:
+            latest.clear()
+    return replace(captured, graph=captured.graph.model_copy({"ops": ops}))
 
 
 def _bind_objects(module: fx.GraphModule) -> None:

@@ -1,10 +1,10 @@
-"""The time of an op as a step has it, on real tensors.
+"""The times of an op as a step has it, on real tensors.
 
 The op runs several times with its allocations served from memory touched before, as in an arena, so
 that its time contains no page faults. In a step its operands come from other ops and are not in the
-processor's own caches, but the code that starts ops is, as each op runs it. So a run on emptied
-caches is too dear for a short op, and the next run too cheap by the time that its operands take to
-arrive. The cost is the lesser of the first, and the second with that time added.
+processor's own caches. The code of its kernel is there if one of its kind ran shortly before. So an
+op has two times: that of a run on emptied caches, and that of the next run with the time added that
+its operands take to arrive.
 """
 
 import functools
@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,19 +36,18 @@ CODE_US = 500.0
 """Time of an op beside which loading its code into the caches counts for little, µs."""
 
 
-def time_op(
-    run_op: Callable[[], object],
-    slots: Slots,
-    read: int,
-    device: int | None,
-    *,
-    own_code: bool = False,
-) -> float:
-    """Median time of an op, µs; its allocations are served from an arena at these slots.
+class OpTimes(NamedTuple):
+    """Times of an op, µs: if its kernel's code is not in the caches, and if it is there."""
+
+    first_us: float
+    again_us: float
+
+
+def time_op(run_op: Callable[[], object], slots: Slots, read: int, device: int | None) -> OpTimes:
+    """Median times of an op; its allocations are served from an arena at these slots.
 
     `read` are the bytes of its arguments. `device` is the index of a CUDA device; None: the op runs
-    on the CPU. With `own_code` the op is Python code that no other op runs, as an update: that is
-    not in the caches either, and the time of the first run counts.
+    on the CPU.
     """
     size = max((offset + need for need, offset in slots), default=0)
     arena, memory = Arena(size, [slots], [False], device), Memory()
@@ -69,13 +68,13 @@ def time_op(
         if device is None:
             others.append(cpu_us(empty_caches))
         times.append(timed())
-        if device is None and times[-1] < CODE_US and not own_code:
+        if device is None and times[-1] < CODE_US:
             again.append(timed())
-    found = statistics.median(times[1:])
+    first = statistics.median(times[1:])
     if len(again) < MIN_REPEATS:
-        return found
+        return OpTimes(first, first)
     arrival = (read + size) * statistics.median(others) / CACHE_BYTES
-    return min(found, statistics.median(again) + arrival)
+    return OpTimes(first, min(first, statistics.median(again) + arrival))
 
 
 def slots_alone(allocations: Sequence[Allocation], workspace: int, alignment: int) -> Slots:

@@ -44,8 +44,11 @@ MEASURE_SECONDS = 30.0
 
 SCRATCH_ALIGNMENT = 64
 
-RANDOM_PERIOD = 4093
-"""Period of synthetic values; a prime, so that rows of matrices differ."""
+RANDOM_PERIOD = 32749
+"""Period of synthetic values; a prime, so that rows of matrices differ.
+
+Processors predict the branches of a kernel on values of a short one, as of 4093.
+"""
 
 PERSISTENT_NAMESPACES = ("aten", "prims", "coop_plan")
 """Namespaces whose ops change only with the version; others are measured by every process."""
@@ -435,12 +438,13 @@ def _measure(
     first = None if device is None or _is_update(target) else checksums(results)
     del result, results  # a second run has their memory
     differs = first is not None and checksums(tree_flatten(target(*args, **kwargs))[0]) != first
+    first_us = 0.0
     if cost_us is None:
         kernel = BOXED_KERNELS.get(target) if isinstance(target, OpOverload) else None
         run = partial(target, *args, **kwargs) if kernel is None else lambda: kernel([*args[0]])
         slots = slots_alone(allocations, workspace, alignment)
-        cost_us = time_op(run, slots, _bytes_read(args, kwargs), device)
-    return OpProfile(cost_us, outputs, allocations, workspace, in_workers, differs)
+        first_us, cost_us = time_op(run, slots, _bytes_read(args, kwargs), device)
+    return OpProfile(cost_us, outputs, allocations, workspace, in_workers, differs, first_us)
 
 
 def _is_update(target: object) -> bool:

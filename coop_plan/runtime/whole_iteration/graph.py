@@ -15,7 +15,7 @@ from torch import fx
 
 from coop_plan.runtime.capture.graph_builder import UPDATE, UpdateOp, write_input
 from coop_plan.runtime.capture.input_updates import omit_statistics
-from coop_plan.runtime.capture.joint_graph import Captured, forward_nodes
+from coop_plan.runtime.capture.joint_graph import Captured, forward_nodes, with_costs_in_order
 from coop_plan.runtime.capture.op_variants import VariantPasses
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.gradients.capture_adjust import update
@@ -396,13 +396,14 @@ def in_loop_order(captured: Captured) -> Captured:
         ops[i].model_copy(update={"id": at, **_phase(captured.ops[i])})
         for at, i in enumerate(order)
     ]
-    return replace(
+    ordered = replace(
         captured,
         graph=captured.graph.model_copy(update={"ops": renumbered}),
         ops=[captured.ops[i] for i in order],
         profiles=[captured.profiles[i] for i in order],
         forward_ops=last_forward + 1,
     )
+    return with_costs_in_order(ordered)
 
 
 def _phase(node: fx.Node) -> dict[str, str]:

@@ -255,7 +255,7 @@ class Updates:
         states = sum(allocation.bytes for allocation in made if allocation.output == -2)
         read = 2 * like.untyped_storage().nbytes() + states
         index = like.device.index if cuda else None
-        cost = time_op(run, slots, read, index, own_code=True)
+        cost = time_op(run, slots, read, index).first_us
         taken = read + max(first_workspace, workspace)
         self.profiling_bytes = max(self.profiling_bytes, taken)
         return UpdateProfile(
@@ -274,7 +274,7 @@ def host_us(run: Callable[[], None], read: int) -> float:
     A thread's temporaries come from memory that the main thread's do not.
     """
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(time_op, run, (), read, None, own_code=True).result()
+        return thread.submit(time_op, run, (), read, None).result().first_us
 
 
 def storages_of(states: Any, device: torch.device) -> list[torch.UntypedStorage]:
