@@ -144,6 +144,10 @@ def measure(graph: Graph, steps: list, outputs: str, homes: Sequence[Home] = ())
         if isinstance(step, Compute) and on_host(ops.get(step.op), step.variant):
             away = [ends[read] for read in step.reads if kinds.get(read) is Offload]
             cost_us = next(v.cost_us for v in ops[step.op].variants if v.name == step.variant)
+            if cost_us:
+                sent = launch(graph.device.copy_launch_us)
+                now = sent if blocks else now
+                away.append(sent)
             computed = max([now, computed, *away]) + cost_us
             runs.append(step.op)
         elif isinstance(step, Compute):

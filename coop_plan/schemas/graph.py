@@ -37,7 +37,8 @@ class Device(Model, frozen=True):
 
     Bandwidths are bytes per second; 0 means no copy engine in that direction, hence no transfers.
     Every copy takes `copy_latency_us` in addition to its bytes over the bandwidth. The host
-    launches ops and copies one after another, an op in `launch_us`, a copy in `copy_launch_us`.
+    launches ops and copies one after another, an op in `launch_us`, a copy or an update on the host
+    in `copy_launch_us`.
     """
 
     kind: str = "cpu"

@@ -140,7 +140,7 @@ class _Search:
         out_ends, back_ends = ends[: len(away)], ends[len(away) :]
 
         def label(clock, following, out_at, back_at, out, coming, us=0.0, launched=launched):
-            host_at = max(computed, out[-1]) + us if us else computed
+            host_at = max(clock, launched, computed, out[-1]) + us if us else computed
             times = [max(clock, t) for t in (clock, out_at, back_at, host_at, *out, *coming)]
             return following, (*times[:4], launched, *times[4:])
 
@@ -154,9 +154,11 @@ class _Search:
             if self.problem.size[t] and self.problem.size[t] <= host_room:
                 end = max(told, sent, out_free) + self.out[t]
                 following = state._replace(away=(*away, t))
-                us = self.host_us.get(t, 0.0)
-                out = [*out_ends, end]
-                yield label(told, following, end, back_free, out, back_ends, us, sent)
+                us, out, after, begun = self.host_us.get(t, 0.0), [*out_ends, end], told, sent
+                if us:  # the launch of the update
+                    after += blocks * device.copy_launch_us
+                    begun += (not blocks) * device.copy_launch_us
+                yield label(after, following, end, back_free, out, back_ends, us, begun)
         for t in host - live - set(back):
             if self.problem.size[t] <= room:
                 end = max(told, sent, back_free) + self.back[t]

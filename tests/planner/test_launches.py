@@ -5,7 +5,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from coop_plan.planner import Problem, find_faults, plan
-from coop_plan.planner.core.timeline import plan_timeline
+from coop_plan.planner.core.timeline import Timeline, plan_timeline
+from coop_plan.planner.verifier.clock import Clock
 from coop_plan.schemas import Compute, Device, Offload, Prefetch, Wait, cost_signature
 from tests.planner.core.test_schedule import OUTPUTS, plan_of, random_orders, siblings
 from tests.planner.test_search_makespan import pyramid
@@ -61,6 +62,19 @@ def test_a_makespan_is_the_longest_path_over_launches_and_copies(graph, outputs,
     assert made.cost_us == pytest.approx(longest_path(graph, made.steps))
     once = [Compute(op=op.id, variant=None, reads=[], writes=[]) for op in graph.ops]
     assert made.base_cost_us == pytest.approx(longest_path(graph, once))
+
+
+@pytest.mark.parametrize(("kind", "now_us"), [("cpu", 5.0), ("cuda", 0.0)])
+def test_an_update_on_the_host_begins_after_a_launch_of_a_copys_time(kind, now_us):
+    """On the CPU the step waits for the launch; iterations with such updates looked too cheap."""
+    device = Device(kind=kind, copy_launch_us=5.0)
+    timeline, clock = Timeline(device), Clock(device)
+    timeline.compute_on_host(7.0, [])
+    clock.run_on_host(7.0, [])
+    assert (timeline.now_us, timeline.host_us) == (now_us, 12.0)
+    assert (clock.now_us, clock.host_free_us) == (now_us, 12.0)
+    timeline.compute_on_host(0.0, [])
+    assert (timeline.now_us, timeline.host_us) == (now_us, 12.0)
 
 
 def launching(graph, kind, launch_us, copy_launch_us, rate=0.0):

@@ -5,8 +5,8 @@ Compute reaches a step when every earlier compute step has ended, and every copy
 `wait` names. From then on
 
 - a compute step runs as soon as it is launched;
-- a compute step on the host runs as soon as the host is free and the copies that it reads have
-  ended; compute does not wait for it;
+- a compute step on the host runs as soon as it is launched, the host is free and the copies that it
+  reads have ended; compute does not wait for it;
 - a copy runs as soon as it is launched and its engine is free, for the latency of the device and
   its bytes at the engine's bandwidth; bandwidth 0 means that the engine does not exist, and a copy
   never ends;
@@ -14,8 +14,9 @@ Compute reaches a step when every earlier compute step has ended, and every copy
 
 The host launches compute steps and copies in plan order, each in the device's launch time, ahead of
 the device. Where the device is the host's own processor, it cannot run ahead: it launches a step
-when compute reaches it, and compute goes on after the launch. A compute step of no cost, one on the
-host, whose thread waits for it, and a `wait` cost no launch.
+when compute reaches it, and compute goes on after the launch. The launch of a compute step on the
+host, whose thread waits for it, takes as long as a copy's. A compute step of no cost and a `wait`
+cost no launch.
 
 Hence a copy starts with its source complete: the producer of an offload's source, and the wait for
 the offload that a prefetch reads, are earlier steps. It starts only after every earlier use of the
@@ -105,8 +106,9 @@ class Timeline:
 
     def compute_on_host(self, cost_us: float, buffers: Iterable[int]) -> None:
         """Run a variant of this cost on the host, which reads the copies of these buffers."""
+        begin_us = self._launch(self.device.copy_launch_us) if cost_us else self.now_us
         ready = (self._offloads.get(buffer, 0.0) for buffer in buffers)
-        self.host_us = max(self.now_us, self.host_us, *ready) + cost_us
+        self.host_us = max(begin_us, self.host_us, *ready) + cost_us
 
     def offload(self, buffer: int, size: int) -> float:
         """Start the copy of a buffer of `size` bytes to the host; returns its end, µs."""

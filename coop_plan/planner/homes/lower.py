@@ -48,9 +48,7 @@ def lowered(
     unused = count(1 + max(op.id for op in graph.ops))
     read = {t for op in ops for t in op.inputs}
     mutated = {t for op in ops for t in op.mutates}
-    host_us: dict[int, float] = {}
-    for update in updates:
-        host_us[update.gradient] = host_us.get(update.gradient, 0.0) + update.cost_us
+    host_us = {update.gradient: update.cost_us for update in updates}
     at_home = [tensor.id for tensor in graph.tensors if tensor.id in homes and tensor.id in read]
     begins = [_artificial(next(unused), "forward", (), (t,)) for t in at_home]
     last = [*(t for t in at_home if t in mutated), *host_us]

@@ -27,7 +27,7 @@ class HostUpdate:
 def host_updates(problem: Problem) -> list[HostUpdate]:
     """The updates of a graph that the search may run on the host, in program order.
 
-    Each is not random and reads one gradient, which only such updates read. No other op overwrites
+    Each is not random and reads one gradient, which no other op reads. No other op overwrites
     its residents. It is the last op that uses those it overwrites, and of the updates on the host
     the only one.
     """
@@ -44,12 +44,11 @@ def host_updates(problem: Problem) -> list[HostUpdate]:
             if all(user == position for user in last):
                 updates.append(found)
     while True:  # an update that is left out may order others
-        readers = Counter(update.gradient for update in updates)
         users = Counter(t for update in updates for t in update.residents)
         kept = [
             update
             for update in updates
-            if len(problem.consumers[index[update.gradient]]) == readers[update.gradient]
+            if len(problem.consumers[index[update.gradient]]) == 1
             and all(users[t] == 1 for t in update.overwritten)
         ]
         if len(kept) == len(updates):

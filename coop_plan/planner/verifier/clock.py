@@ -28,7 +28,8 @@ class Clock:
 
     def run_on_host(self, cost_us: float, ready_us: Iterable[float]) -> None:
         """Run a variant on the host, which reads copies that end at these times."""
-        self.host_free_us = max(self.now_us, self.host_free_us, *ready_us) + cost_us
+        begin_us = self._launch(self.device.copy_launch_us) if cost_us else self.now_us
+        self.host_free_us = max(begin_us, self.host_free_us, *ready_us) + cost_us
 
     def copy(self, engine: str, bytes_us: float) -> float:
         """Begin a copy whose bytes take `bytes_us`; returns its end."""

@@ -33,10 +33,11 @@ the copy, the buffer may be read but not freed, overwritten or mutated. `prefetc
 host copy, at its version, into a new buffer, readable after `wait`. Every transfer has a `wait`.
 Times are those of one compute stream and one engine per direction. The host launches computes of
 more than 0 µs and transfers in the order of the steps, in `launch_us` and `copy_launch_us` of the
-device; on a device of the kind "cpu" it starts to when the compute stream reaches the step, which
-waits for it. A compute starts when it is launched. A transfer starts when it is launched, the
-compute stream reaches it and its engine is free; it takes the device's latency plus its bytes at
-the engine's bandwidth (`link_bytes_per_s` of the plan if set). `wait` stalls the compute stream.
+device, the latter for computes on the host; on a device of the kind "cpu" it starts to when the
+compute stream reaches the step, which waits for it. A compute starts when it is launched. A
+transfer starts when it is launched, the compute stream reaches it and its engine is free; it takes
+the device's latency plus its bytes at the engine's bandwidth (`link_bytes_per_s` of the plan if
+set). `wait` stalls the compute stream.
 
 On the host. A run of a variant on the host reads `{"tensor": t}` at t's home and a buffer id in its
 copy on the host, complete or in flight; it overwrites homes. It begins when the compute stream

@@ -206,18 +206,19 @@ class TransferRunner:
         """
         self._pause()
         assert self._homes is not None
-        moved = self._starts[number]
-        memory = self._homes.memory(moved.host_offset, moved.bytes)
-        dtype, offset, size, stride = layout
-        copy = torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), offset, size, stride)
         assert self._engines is not None
+        homes, moved = self._homes, self._starts[number]
         waits = [self._engines.wait_on_host(one) for one in self._handles.get(number, ())]
 
         def copied() -> tuple[torch.Tensor, float]:
             try:
-                return copy, sum(wait().waited_us for wait in waits)
+                waited_us = sum(wait().waited_us for wait in waits)
             except RuntimeError as error:
                 raise CopyError(str(error)) from error
+            memory = homes.memory(moved.host_offset, moved.bytes)
+            dtype, offset, size, stride = layout
+            copy = torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), offset, size, stride)
+            return copy, waited_us
 
         return copied
 

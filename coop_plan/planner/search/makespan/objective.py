@@ -321,7 +321,9 @@ def _start_offload(m: MakespanState, at: int) -> None:
     begin_us = _launch_copy(m, m.tensor[t].offload_us)
     flow.out_free_us = max(begin_us, flow.out_free_us) + m.tensor[t].offload_us
     if m.tensor[t].host_us > 0.0:
-        flow.host_end_us = max(flow.host_end_us, flow.out_free_us) + m.tensor[t].host_us
+        launched_us = _launch_copy(m, m.tensor[t].host_us)
+        begin_us = max(launched_us, flow.host_end_us, flow.out_free_us)
+        flow.host_end_us = begin_us + m.tensor[t].host_us
     m.sent[flow.sent].tensor, m.sent[flow.sent].end_us = t, flow.out_free_us
     flow.sent += 1
     _record(m, at, OFFLOAD, t)
@@ -334,7 +336,10 @@ def _start_offload(m: MakespanState, at: int) -> None:
 
 @inlined
 def _launch_copy(m: MakespanState, us: float) -> float:
-    """Launch a copy, unless it takes no time (µs); returns when it can begin, µs."""
+    """Launch a copy, or an update on the host, unless it takes no time (µs).
+
+    Returns when it can begin, µs.
+    """
     flow = m.flow
     if us == 0.0:
         return flow.now_us
