@@ -13,8 +13,8 @@ SHELL := bash
 # Material's note to whoever chooses a generator; 9.x is maintained until 2027.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo cluster test test-fast test-oldest test-newest lint format pictures docs coverage bench papers \
-  digests gpu-bundle clean fits budgets
+.PHONY: help demo cluster test test-slow test-fast test-oldest test-newest lint format pictures docs coverage bench \
+  papers digests gpu-bundle clean fits budgets
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -28,19 +28,22 @@ cluster: $(READY) ## Start a local cluster of servers, workers and Redis, and se
 	$(BIN)/python -m benchmarks.local_cluster
 
 # One thread a worker: threads that wait for each other take the other worker's core.
-test: export OMP_NUM_THREADS = 1
-test: $(READY) ## Run all tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+test test-slow: export OMP_NUM_THREADS = 1
+test: $(READY) ## Run the tests that are not marked slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow'
 
-# Without the runtime, tests marked slow, the property with the most examples (SLOW), and the planner's
-# exact methods, annealing, fuzzing of the verifier and placement of instances.
+test-slow: $(READY) ## Run the tests marked slow: more seeds, whole trainings, clusters, wheels
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow
+
+# Without the runtime, tests marked slow, the property with the most examples and the cluster (SLOW), and
+# the planner's exact methods, annealing, fuzzing of the verifier and placement of instances.
 FAST := tests/schemas tests/api tests/test_docs.py tests/planner/core \
   tests/planner/test_verifier.py tests/planner/test_bound_model.py tests/planner/test_methods.py \
   tests/planner/test_plan_cache.py $(wildcard tests/planner/test_online_*.py)
-SLOW := any_order_that_reads
+SLOW := any_order_that_reads or test_cluster
 
 test-fast: $(READY) ## Run the tests of an edit: schemas, verifier, service, small plans
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' -k 'not $(SLOW)' $(FAST)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' -k 'not ($(SLOW))' $(FAST)
 
 # The tests that another PyTorch breaks first: its private names and training steps.
 # They keep CI below an hour; RANGE=tests/runtime has all of them.

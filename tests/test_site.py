@@ -60,6 +60,7 @@ def test_no_kind_of_page_has_a_fault(browser, site, scheme, width):
     assert faults(browser, site, KINDS, scheme, width) == []
 
 
+@pytest.mark.slow
 def test_no_page_has_a_fault_on_a_light_desk(browser, site):
     names = sorted(page.stem for page in site[0].glob("*.html"))
     assert len(names) > 25

@@ -16,7 +16,7 @@ from coop_plan.planner import find_faults, plan
 from coop_plan.schemas import parse_graph, parse_plan
 from tests.redis_server import needs_redis
 
-pytestmark = [needs_redis, pytest.mark.slow]
+pytestmark = needs_redis
 
 SECONDS = 3.0
 
@@ -68,6 +68,7 @@ def is_solver(pid):
         return False
 
 
+@pytest.mark.slow
 def test_one_solve_on_any_server_whatever_dies(cluster, load, body):
     assert load.run("nothing dies", body)
     for name in ("kill_worker", "restart_broker", "kill_solver"):
@@ -87,6 +88,7 @@ def test_the_plan_is_valid_and_the_same_on_every_server(cluster, body):
     assert parse_plan(stored.content) == parse_plan(plans[0].content)
 
 
+@pytest.mark.slow
 def test_a_job_is_followed_on_one_server_and_cancelled_on_another(cluster, body):
     one, two = cluster.urls
     body |= {"time_limit": 18}
@@ -104,6 +106,7 @@ def test_a_job_is_followed_on_one_server_and_cancelled_on_another(cluster, body)
     until(lambda: busy - solvers(cluster))
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_leaves_no_solve_behind(cluster, load, body):
     running = load._broker
     with pytest.raises(httpx.ReadTimeout):
@@ -116,6 +119,7 @@ def test_a_client_that_leaves_leaves_no_solve_behind(cluster, load, body):
     until(lambda: not running.zcard("coop-plan:running") and not running.zcard("coop-plan:queued"))
 
 
+@pytest.mark.slow
 def test_sigterm_hands_a_job_back(cluster, load, body):
     async def stop_the_solver():
         await load.solving()
@@ -129,12 +133,14 @@ def test_sigterm_hands_a_job_back(cluster, load, body):
     assert load.run("sigterm", body, stop_the_solver, most_solves=2)
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_leaves_its_jobs_to_the_others(cluster, load, body):
     """Its waiting clients are sent to another server, which has the same job."""
     body |= {"time_limit": 8}  # longer than a server waits for what is under way
     assert load.run("SIGTERM to a server", body, load.stop_server)
 
 
+@pytest.mark.slow
 def test_what_a_worker_started_dies_with_it(cluster):
     worker = cluster.start_worker().wait()
     processes = until(lambda: children(worker.process.pid))
@@ -142,10 +148,12 @@ def test_what_a_worker_started_dies_with_it(cluster):
     until(lambda: not any(Path(f"/proc/{process}").exists() for process in processes))
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_loses_nothing(cluster, load, body):
     assert load.run("kill -9 of a server", body, load.kill_replica, most_solves=2)
 
 
+@pytest.mark.slow
 def test_each_worker_touches_its_file(cluster):
     """Probes read it: docker/compose.yaml and docker/kubernetes/service.yaml."""
 
@@ -156,6 +164,7 @@ def test_each_worker_touches_its_file(cluster):
     until(lambda: alive() >= len(cluster.workers))
 
 
+@pytest.mark.slow
 def test_readiness_is_that_of_the_broker(cluster):
     url = cluster.urls[1]
     assert httpx.get(f"{url}/readyz").status_code == 200
@@ -169,6 +178,7 @@ def test_readiness_is_that_of_the_broker(cluster):
     until(lambda: httpx.get(f"{url}/readyz", timeout=300).status_code == 200)
 
 
+@pytest.mark.slow
 def test_a_plan_for_less_is_served_while_a_better_one_is_made(cluster):
     body = question(77, SECONDS) | {"method": "coop-offline", "budget": "50%"}
     body.pop("time_limit")

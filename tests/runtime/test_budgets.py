@@ -15,6 +15,7 @@ from coop_plan.runtime.torch_internals import FUSED_SINCE, version
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(version() < FUSED_SINCE, reason="not supported before")
 def test_modes_hold_the_bytes_that_they_are_asked_for(tmp_path):
     """Loose bytes run, too few are refused with an error that names bytes that are enough."""

@@ -19,6 +19,7 @@ from coop_plan.runtime.capture.joint_graph import _device_of_step, _hook_cuda_al
 from coop_plan.runtime.capture.profiler import _with_forward_state
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.execute.rng_state import CpuGenerator, CudaGenerator, default_generator
+from tests.params import slow_after
 from tests.runtime import simulated_cuda
 
 ROOT = Path(__file__).parents[2]
@@ -42,22 +43,26 @@ def run(*arguments):
 @pytest.mark.parametrize(
     "module", ["test_cuda_device.py", "test_cuda_iterations.py", "test_graph_replay.py"]
 )
-def test_steps_on_a_pretended_device(library, cache, module):
+@pytest.mark.parametrize("marked", slow_after(1, ["not slow", "slow"]))
+def test_steps_on_a_pretended_device(library, cache, module, marked):
     tests = Path(__file__).with_name(module)
-    plain = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+    plain = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marked)
     code, said = run("tests.runtime.simulated_cuda", library, "pytest", tests, *plain)
     assert code == 0, said
-    assert re.search(r"\d\d passed", said), said
+    assert re.search(r"\b[1-9]\d* passed", said), said
 
 
 @cpu_build
 @pytest.mark.parametrize(
     ("check", "row"),
-    [
-        ("gpt2-bf16", r"coop min .* none"),
-        ("update", ""),
-        ("cuda-graphs-resnet50", r"coop 60%, graphs .* none"),
-    ],
+    slow_after(
+        1,
+        [
+            ("update", ""),
+            ("gpt2-bf16", r"coop min .* none"),
+            ("cuda-graphs-resnet50", r"coop 60%, graphs .* none"),
+        ],
+    ),
 )
 def test_the_benchmark_on_a_pretended_device(library, cache, check, row):
     pytest.importorskip("transformers")

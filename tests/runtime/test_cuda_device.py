@@ -37,6 +37,7 @@ from coop_plan.runtime.offline_capture.devices import device
 from coop_plan.runtime.offline_capture.fake_device import CaptureRequest, OfflineCapture
 from coop_plan.runtime.offline_capture.optimizer_spec import OptimizerSpec
 from coop_plan.runtime.torch_internals import cuda as library
+from tests.params import slow_after
 from tests.runtime.networks import Mlp
 from tests.runtime.strict_plans import check_plans
 from tests.runtime.swapping import swap_plan
@@ -265,7 +266,7 @@ class Widths(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", slow_after(2, range(10)))
 def test_an_update_runs_in_the_idle_arena(seed):
     """At most what the arena cannot hold is allocated; numbers and states are those of eager."""
     draw = random.Random(seed)
@@ -331,7 +332,7 @@ def captures():
         yield running
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", slow_after(2, range(8)))
 def test_the_smallest_budget_of_fit_has_room_for_the_update(seed, importable, captures):
     """An arena of the plan's bytes lacks a few for a temporary, which then lies outside it."""
     draw = random.Random(seed)
@@ -363,7 +364,7 @@ def test_the_smallest_budget_of_fit_has_room_for_the_update(seed, importable, ca
     assert requested("peak") - before <= promised - libraries
 
 
-@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize("seed", slow_after(2, range(9)))
 def test_an_iteration_takes_no_more_than_fit_promises(seed, importable, captures):
     """Any optimizer and update, also in the backward, after one or three micro-batches.
 

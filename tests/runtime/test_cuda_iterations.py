@@ -65,6 +65,7 @@ def copies_that_wait(late):
         device.pretended_late(False)
 
 
+@pytest.mark.slow
 @SEARCH
 @given(
     kind=st.sampled_from([Mlp, Gpt]),
@@ -82,6 +83,7 @@ def test_any_iteration_is_the_loops(kind, optimizer, clip_norm, budget, count):
     pair.run(0, 1, 2, count=count)
 
 
+@pytest.mark.slow
 @SEARCH
 @given(
     kind=st.sampled_from([Mlp, Gpt]),
@@ -168,6 +170,7 @@ def test_a_parameter_at_home_is_a_tensor_of_the_device(tmp_path):
     pair.run(8)
 
 
+@pytest.mark.slow
 @SEARCH
 @given(
     optimizer=st.sampled_from(["momentum", "adamw"]),
@@ -187,6 +190,7 @@ def test_what_the_user_does_between_iterations_is_as_in_eager(optimizer, changes
         check_changes(Pair(Mlp, optimizer, "min", device="cuda"), changes)
 
 
+@pytest.mark.slow
 @SEARCH
 @given(
     optimizer=st.sampled_from(["momentum", "adamw"]),

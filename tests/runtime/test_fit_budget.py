@@ -12,6 +12,7 @@ import pytest
 from coop_plan.api.cli.main import main
 from coop_plan.runtime.offline_capture.devices import DeviceSpec
 from coop_plan.runtime.offline_capture.optimizer_spec import OPTIMIZERS
+from tests.params import slow_after
 from tests.runtime.forked import Forked
 
 SOURCE = """
@@ -181,18 +182,18 @@ BOTH = "COOP_FIT_SEEDS" in os.environ
 """True if each step and optimizer runs with one micro-batch and with three, else with either."""
 
 CASES = [
+    ("recurrent", 8, "adamw8bit", 1, ""),
+    ("deep", 512, "adamw", 1, "backward"),
+    ("wide", 1024, "adamw", 3, "clip"),
+    ("classes", 16, "adamw", 1, ""),
     *(
         (name, batch, optimizer, micro, "")
         for i, (name, batch) in enumerate(STEPS)
         for j, optimizer in enumerate(UPDATES)
         for micro in ((1, 3) if BOTH else (1 if (i + j) % 2 else 3,))
     ),
-    ("recurrent", 8, "adamw8bit", 1, ""),
     ("recurrent", 33, "adamw", 1, ""),
-    ("deep", 512, "adamw", 1, "backward"),
     ("wide", 1024, "momentum", 1, "backward"),
-    ("wide", 1024, "adamw", 3, "clip"),
-    ("classes", 16, "adamw", 1, ""),
 ]
 
 
@@ -229,7 +230,7 @@ def trained(name, batch, optimizer, micro, update, options):
     return int(said), "refused" in text
 
 
-@pytest.mark.parametrize(("name", "batch", "optimizer", "micro", "update"), CASES)
+@pytest.mark.parametrize(("name", "batch", "optimizer", "micro", "update"), slow_after(4, CASES))
 def test_the_printed_budget_keeps_the_process_within_the_card(
     name, batch, optimizer, micro, update, ask
 ):
@@ -249,7 +250,7 @@ SEEDS = [int(seed) for seed in os.environ.get("COOP_FIT_SEEDS", "0-1").split("-"
 """First and last seed of random steps; `COOP_FIT_SEEDS=0-30` tries 31, and more of `CASES`."""
 
 
-@pytest.mark.parametrize("seed", range(SEEDS[0], SEEDS[-1] + 1))
+@pytest.mark.parametrize("seed", slow_after(1, range(SEEDS[0], SEEDS[-1] + 1)))
 def test_printed_budgets_of_random_steps(seed, ask):
     """Networks, batches, optimizers and cards from the smallest one to eager's."""
     draw = random.Random(seed)

@@ -22,6 +22,7 @@ from coop_plan.runtime.fused import compiled
 from coop_plan.runtime.fused.regions import REGION
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.torch_internals import FUSED_SINCE, version
+from tests.params import slow_after
 from tests.runtime.starts import traced_ops
 
 pytestmark = pytest.mark.skipif(version() < FUSED_SINCE, reason="fused kernels are refused")
@@ -262,7 +263,7 @@ def needs(graph, options):
     return [problem.fixed_bytes + b for b in needs_with_resident_outputs(problem)]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", slow_after(1, range(4)))
 def test_regions_are_split_where_ops_need_less_and_only_there(seed, monkeypatch):
     """The smallest budget is at most that of eager's kernels, and of whole regions."""
     draw = random.Random(seed)

@@ -14,6 +14,7 @@ from coop_plan import runtime
 from coop_plan.runtime.execute import find_plan
 from coop_plan.runtime.execute.arena_pool import idle_arenas
 from coop_plan.runtime.torch_internals import cuda
+from tests.params import slow_after
 from tests.runtime import simulated_graphs
 from tests.runtime.networks import Mlp
 from tests.runtime.strict_plans import check_plans
@@ -177,7 +178,7 @@ class Loop:
         return [*losses, *(value for value, _ in self.held), *self.model.state_dict().values()]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", slow_after(2, [5, 0, 1, 2, 3, 4]))
 def test_loops_have_the_numbers_of_plain_steps(seed, counted):
     model = Kinds(dropout=0.3 * (seed % 2))
     other = copy.deepcopy(model).cuda()

@@ -24,6 +24,7 @@ from coop_plan.runtime.variants.linear_cross_entropy_ops import (
     WEIGHT_GRADIENT,
     run_whole,
 )
+from tests.params import slow_after
 
 CHUNKED = "coop_plan.linear_cross_entropy"
 
@@ -79,7 +80,7 @@ def in_chunks(report):
     return [op.name for op in report.graph.ops if op.name.startswith(CHUNKED)]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", slow_after(3, range(10)))
 def test_random_heads_equal_eager(seed):
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -162,7 +163,7 @@ def test_bytes_that_the_whole_head_cannot_meet():
         coop_plan.train_step(model, 1000)(*data).backward()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", slow_after(1, range(4)))
 def test_a_head_beyond_the_budget_is_never_measured_whole(seed, monkeypatch):
     """Neither its ops nor the bits of its chunks; eager's bits all the same."""
     draw = random.Random(seed)
