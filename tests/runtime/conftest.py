@@ -10,6 +10,7 @@ HERE = Path(__file__).parent
 torch = pytest.importorskip("torch")
 from coop_plan import runtime  # noqa: E402
 from coop_plan.planner.cache_files import cache_dir  # noqa: E402
+from coop_plan.runtime.capture import op_timing  # noqa: E402
 from coop_plan.runtime.device import build  # noqa: E402
 from coop_plan.runtime.offline_capture import fake_device  # noqa: E402
 from tests.runtime import forked  # noqa: E402
@@ -32,6 +33,14 @@ def clean_slate(own_cache, monkeypatch):
     torch._dynamo.reset()
     runtime.clear_reports()
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def brief_timing(monkeypatch):
+    """Two warm runs time an op: no test but those of the timing itself needs more."""
+    monkeypatch.setattr(op_timing, "MIN_REPEATS", 2)
+    monkeypatch.setattr(op_timing, "REPEAT_US", 0.0)
+    monkeypatch.setattr(op_timing, "empty_caches", lambda: None)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ import torch
 from benchmarks.models import ARCHITECTURES
 from coop_plan.planner import plan
 from coop_plan.runtime import CaptureError
-from coop_plan.runtime.capture import op_timing
 from coop_plan.runtime.device import build
 from coop_plan.runtime.offline_capture import calibrate
 from coop_plan.runtime.offline_capture.devices import DeviceSpec, built_in, device
@@ -262,15 +261,8 @@ def test_ops_that_add_in_any_order_run_once(user_module):
     assert all(op.recomputable for op in capture_for(asked).ops)
 
 
-@pytest.fixture
-def untimed(monkeypatch):
-    """Ops are not timed for long."""
-    monkeypatch.setattr(op_timing, "MIN_REPEATS", 2)
-    monkeypatch.setattr(op_timing, "REPEAT_US", 0.0)
-
-
 @pytest.mark.parametrize("name", ["unet", "gpt2", "bert", "resnet", "swin", "distilbert"])
-def test_real_networks_as_on_the_cpu(name, untimed):
+def test_real_networks_as_on_the_cpu(name):
     """The same ops, edges and sizes as where the tensors are real."""
     model, step_of, batch = ARCHITECTURES[name]()
     here = capture(step_of(model), (batch,))
@@ -297,7 +289,7 @@ ATTENTION = {
 
 @cpu_build
 @pytest.mark.parametrize("name", ["unet", "gpt2", "bert", "resnet", "swin", "distilbert"])
-def test_real_networks_for_a_device_as_on_the_cpu(user_module, name, untimed):
+def test_real_networks_for_a_device_as_on_the_cpu(user_module, name):
     here = capture_target(f"{user_module}:{name}")
     away = capture_for(CaptureRequest(target=f"{user_module}:{name}", spec=device("a100-80gb")))
     if name in ("unet", "resnet", "swin"):

@@ -31,6 +31,11 @@ aten = torch.ops.aten
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture
+def brief_timing():
+    """Ops are timed as for a user."""
+
+
 def profiled():
     return start()[0].profiled_ops
 
