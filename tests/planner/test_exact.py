@@ -22,6 +22,7 @@ from coop_plan.planner.exact.solver.process import Child, SolverError, SolverPro
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.registry import Request
 from coop_plan.schemas import InvalidInputError
+from tests.params import slow_after
 from tests.planner.brute_force import cheapest
 from tests.planner.core.test_schedule import plan_of
 from tests.planner.intervals import schedule_intervals
@@ -174,7 +175,7 @@ def _same_class(method):
     outputs=OUTPUTS,
     budget=st.sampled_from(["90%", "60%", "30%"]),
 )
-@pytest.mark.parametrize("method", ["optimal", "auto"])
+@pytest.mark.parametrize("method", slow_after(1, ["auto", "optimal"]))
 def test_plans_are_valid_and_no_worse_than_the_heuristic(method, graph, outputs, budget):
     """Whatever the budget: a valid plan, not above coop-offline's, with a bound below its cost."""
     assume(sum(t.bytes for t in graph.tensors))

@@ -58,6 +58,7 @@ def test_tampered_plans_are_accepted_only_if_good(graph, seed, outputs, changes)
     assert (faults == []) == machine.good, faults
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(UPDATED, OUTPUTS, SEEDS, st.sampled_from(["min", "60%", "80%"]))
 def test_tampered_plans_with_homes_are_accepted_only_if_good(graph, outputs, seed, budget):

@@ -6,12 +6,13 @@ import torch
 pytest.importorskip("transformers")
 from benchmarks.architectures import LOSS, Comparison, FusedComparison, Trained
 from coop_plan.runtime.torch_internals import FUSED_SINCE, version
+from tests.params import slow_after
 
-NAMES = ("gpt2", "bert", "llama", "t5", "vit", "swin", "resnet", "convnext", "unet", "lstm")
+NAMES = ("gpt2", "resnet", "lstm", "bert", "llama", "t5", "vit", "swin", "convnext", "unet")
 
 
 @pytest.mark.filterwarnings("ignore::Warning:torch")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_after(3, NAMES))
 def test_three_steps_equal_eager(name):
     comparison = Comparison(name)
     for budget in ("60%", "min"):

@@ -24,6 +24,7 @@ from coop_plan.runtime.offline_capture.roofline import Roofline
 from coop_plan.runtime.offline_capture.target import capture, capture_target
 from coop_plan.runtime.torch_internals.fakes import FakeTensorMode
 from coop_plan.schemas import Compute, InvalidInputError
+from tests.params import slow_after
 from tests.runtime.test_fit_budget import SOURCE as FIT_SOURCE
 
 cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch is built for CUDA")
@@ -261,7 +262,10 @@ def test_ops_that_add_in_any_order_run_once(user_module):
     assert all(op.recomputable for op in capture_for(asked).ops)
 
 
-@pytest.mark.parametrize("name", ["unet", "gpt2", "bert", "resnet", "swin", "distilbert"])
+REAL = ("unet", "gpt2", "bert", "resnet", "swin", "distilbert")
+
+
+@pytest.mark.parametrize("name", slow_after(2, REAL))
 def test_real_networks_as_on_the_cpu(name):
     """The same ops, edges and sizes as where the tensors are real."""
     model, step_of, batch = ARCHITECTURES[name]()
@@ -288,7 +292,7 @@ ATTENTION = {
 
 
 @cpu_build
-@pytest.mark.parametrize("name", ["unet", "gpt2", "bert", "resnet", "swin", "distilbert"])
+@pytest.mark.parametrize("name", slow_after(2, REAL))
 def test_real_networks_for_a_device_as_on_the_cpu(user_module, name):
     here = capture_target(f"{user_module}:{name}")
     away = capture_for(CaptureRequest(target=f"{user_module}:{name}", spec=device("a100-80gb")))

@@ -133,7 +133,7 @@ def regions(report):
 
 
 @pytest.mark.usefixtures("always_fused")
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", slow_after(1, NETWORKS))
 def test_a_step_equals_itself_at_every_budget_and_keeps_it(network):
     """To the bit, over steps with an optimizer; near eager, whose random numbers it draws."""
     make, batch = NETWORKS[network]

@@ -19,6 +19,7 @@ from coop_plan.runtime.capture.joint_graph import SAVED_HANDLE_BYTES
 from coop_plan.runtime.device.arena import process_bytes
 from coop_plan.runtime.device.copy_engines import FROM_HOST, TO_HOST, CpuCopyEngines
 from coop_plan.runtime.whole_iteration import updates
+from tests.params import slow_after
 from tests.runtime.iterating import OPTIMIZERS, eager, equal, listed, preferring_host, state_of
 
 WIDTH, ROWS, WORDS = 64, 8, 50
@@ -161,7 +162,10 @@ COMBINATIONS = [
 """Each budget with each model and optimizer; half of them with each link."""
 
 
-@pytest.mark.parametrize(("kind", "optimizer", "clip_norm", "link", "budget"), COMBINATIONS)
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "clip_norm", "link", "budget"),
+    slow_after(4, [row for first in range(5) for row in COMBINATIONS[first::5]]),
+)
 def test_an_iteration_with_homes_is_the_loops(kind, optimizer, clip_norm, link, budget):
     report = Pair(kind, optimizer, budget, clip_norm, link).run(0, 1, 2)
     assert report.plan.homes or budget != "min"
@@ -190,6 +194,7 @@ def test_states_of_any_optimizer_may_have_homes(optimizer, monkeypatch):
     assert len(report.plan.homes) == sum(tensor.movable for tensor in report.graph.tensors)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     kind=st.sampled_from([Mlp, Gpt, Pixels]),

@@ -407,6 +407,7 @@ def check_budget(caplog, kinds, width, batch, rule, micro, budget):
     return report
 
 
+@pytest.mark.slow
 @settings(
     max_examples=6,
     deadline=None,

@@ -22,6 +22,7 @@ from coop_plan.runtime.inductor_budget.budget import InductorBudget, loosest_wit
 from coop_plan.runtime.inductor_budget.saved_sets import levels
 from coop_plan.runtime.inductor_budget.wrapper_code import Storage, WrapperCodeError, memory_usage
 from coop_plan.runtime.torch_internals import FUSED_SINCE, version
+from tests.params import slow_after
 
 pytestmark = pytest.mark.skipif(version() < FUSED_SINCE, reason="not supported before")
 
@@ -292,7 +293,7 @@ class Images(nn.Module):
         return self.up(x).square().mean(), x
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_after(1, range(3)))
 def test_a_planned_peak_of_convolutions_is_the_measured_one(seed):
     """Saved tensors, and the scratch of library ops, are in the layouts that Inductor chose."""
     draw = random.Random(seed)

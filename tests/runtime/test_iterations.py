@@ -17,6 +17,7 @@ from coop_plan.runtime.execute.arena_pool import release
 from coop_plan.runtime.execute.budget_check import BudgetCheck
 from coop_plan.runtime.iteration.recorder import TOLERANCE, IterationRecorder
 from coop_plan.runtime.options import Options
+from tests.params import slow_after
 from tests.runtime import random_iterations
 from tests.runtime.random_iterations import WIDTHS, forwards_again, lines_told, net
 
@@ -163,7 +164,7 @@ def test_a_second_backward_after_other_calls_counts_what_they_left(order, caplog
 
 
 @pytest.mark.parametrize("together", [1, 2])
-@pytest.mark.parametrize("between", [2, 7, 12, 30])
+@pytest.mark.parametrize("between", slow_after(2, [2, 12, 7, 30]))
 @pytest.mark.parametrize("budget", ["min", "80%"])
 def test_a_backward_after_many_iterations_counts_them(between, budget, together, caplog):
     """Each of them of one call, or of two that wait for their backward together."""

@@ -84,6 +84,7 @@ def test_at_every_budget_with_clipping_and_micro_batches(budget, count, clip_nor
     assert {op.phase for op in report.graph.ops} == {"forward", "backward", "optimizer"}
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
