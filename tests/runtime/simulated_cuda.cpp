@@ -144,6 +144,13 @@ class Drawing {
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::optional<Drawing> drawing;
   if (op.hasTag(at::Tag::nondeterministic_seeded)) drawing.emplace(stack->at(0).toTensor().numel());
+  // Its schema hides that it writes the running statistics: PyTorch's fallback would write copies.
+  if (op.schema().name() == "aten::native_batch_norm") {
+    for (const size_t i : {3, 4}) {
+      at::IValue& statistic = torch::jit::peek(*stack, i, op.schema().arguments().size());
+      if (statistic.isTensor()) statistic = on_cpu(statistic.toTensor());
+    }
+  }
   ++in_fallback;
   try {
     at::native::cpu_fallback(op, stack);

@@ -24,6 +24,7 @@ from tests.runtime.test_homes import (
     Gpt,
     Mlp,
     Pair,
+    Pixels,
     check_changes,
     check_failure,
     checked,
@@ -68,7 +69,7 @@ def copies_that_wait(late):
 @pytest.mark.slow
 @SEARCH
 @given(
-    kind=st.sampled_from([Mlp, Gpt]),
+    kind=st.sampled_from([Mlp, Gpt, Pixels]),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     clip_norm=st.sampled_from([None, 0.05]),
     budget=st.sampled_from(["90%", "min"]),
@@ -76,6 +77,7 @@ def copies_that_wait(late):
 )
 @example(Mlp, "adamw", None, "min", 1)
 @example(Mlp, "adamw-fused", 0.05, "min", 2)
+@example(Pixels, "momentum", None, "min", 1)
 def test_any_iteration_is_the_loops(kind, optimizer, clip_norm, budget, count):
     """Updates run within the arena, also those that make states."""
     torch._dynamo.reset()
@@ -86,7 +88,7 @@ def test_any_iteration_is_the_loops(kind, optimizer, clip_norm, budget, count):
 @pytest.mark.slow
 @SEARCH
 @given(
-    kind=st.sampled_from([Mlp, Gpt]),
+    kind=st.sampled_from([Mlp, Gpt, Pixels]),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     clip_norm=st.sampled_from([None, 0.05]),
     link=st.sampled_from(["100MB/s", "8GB/s"]),
@@ -97,6 +99,7 @@ def test_any_iteration_is_the_loops(kind, optimizer, clip_norm, budget, count):
 @example(Mlp, "adamw", None, "8GB/s", "min", 1, True)
 @example(Gpt, "adamw-fused", 0.05, "8GB/s", "min", 2, True)
 @example(Mlp, "momentum", None, "100MB/s", "min", 1, False)
+@example(Pixels, "adamw", 0.05, "8GB/s", "min", 2, True)
 def test_any_iteration_with_homes_is_the_loops(
     kind, optimizer, clip_norm, link, budget, count, late
 ):
