@@ -17,6 +17,14 @@ def muon_and_adamw(parameters):
     return [matrices, torch.optim.AdamW([p for p in given if p.dim() != 2], 1e-2)]
 
 
+def adafactor(parameters):
+    """A group for each dtype, whose epsilon it has."""
+    groups = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.dtype, []).append(parameter)
+    return torch.optim.Adafactor([{"params": group} for group in groups.values()], 1e-2)
+
+
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05),
     "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.1, nesterov=True),
@@ -24,7 +32,7 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
     "adamw-fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
     "adamw-foreach": lambda p: torch.optim.AdamW(p, 1e-2, foreach=True),
-    "adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
+    "adafactor": adafactor,
     "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-3, momentum=0.5),
     "radam": lambda p: torch.optim.RAdam(p, 1e-2),
     "muon-adamw": muon_and_adamw,

@@ -4,9 +4,24 @@ import copy
 
 import pytest
 import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import nn
 
+import coop_plan
 from coop_plan import runtime
-from tests.runtime.iterating import OPTIMIZERS, Net, batches_of, compared, equal, step_of
+from tests.runtime.iterating import (
+    OPTIMIZERS,
+    WIDTH,
+    Net,
+    batches_of,
+    compared,
+    eager,
+    equal,
+    listed,
+    state_of,
+    step_of,
+)
 
 
 class PerParameter(torch.optim.Optimizer):
@@ -212,3 +227,57 @@ def test_an_optimizer_that_needs_more_than_a_parameter_is_refused(optimizer, sai
     with pytest.raises(runtime.RuntimeRefusalError, match=said):
         step_of(model, optimizer(model.parameters()))(*batches_of(0, 1))
     assert equal(before, list(model.parameters()))
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+class Mixed(nn.Module):
+    """A layer of each dtype given, whose gradients have the loss's scale."""
+
+    def __init__(self, dtypes, scale):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for dtype in dtypes)
+        self.scale = scale
+
+    def loss(self, batch):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype)).tanh()
+        return x.float().square().mean() * self.scale
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    dtypes=st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3),
+    scale=st.sampled_from([1.0, 2.0**-8, 2.0**-16]),
+    rate=st.sampled_from([0.0, 1e-4, 1e-2]),
+)
+@example("adafactor", [torch.float32, torch.bfloat16], 1.0, 0.0)
+@example("adafactor", [torch.float64, torch.float32], 2.0**-16, 1e-4)
+@example("adafactor", [torch.bfloat16, torch.bfloat16], 1.0, 1e-2)
+@example("adamw", [torch.bfloat16, torch.float32], 2.0**-16, 1e-4)
+def test_a_group_of_several_dtypes_is_the_loops_or_refused(optimizer, dtypes, scale, rate):
+    """Adafactor updates all parameters of a group with the epsilon of the first one's dtype."""
+    torch._dynamo.reset()
+    ours, theirs = Mixed(dtypes, scale), Mixed(dtypes, scale)
+    make = torch.optim.Adafactor if optimizer == "adafactor" else OPTIMIZERS[optimizer]
+    mine, other = make(ours.parameters()), make(theirs.parameters())
+    iteration = coop_plan.train_iteration(ours.loss, mine, "80%", method="coop")
+    for step in range(2):
+        for one in (*listed(mine), *listed(other)):
+            for group in one.param_groups:
+                group["lr"] = rate if step == 0 else 1e-2
+        batches = batches_of(step, 1)
+        try:
+            made = iteration(*batches)
+        except runtime.RuntimeRefusalError as error:
+            assert optimizer == "adafactor" and len(set(dtypes)) > 1
+            assert "needs a group for each dtype" in str(error)
+            assert equal(state_of(ours, mine), state_of(theirs, other))
+            return
+        losses, _ = eager(theirs.loss, other, batches, None)
+        assert equal([made], losses)
+        assert equal(state_of(ours, mine), state_of(theirs, other))

@@ -17,9 +17,15 @@ from coop_plan.runtime.torch_internals.optimizers import CHECKED_ONCE
 from coop_plan.runtime.whole_iteration.updates import own_step, run_update
 
 SHAPE = (4, 4)
-"""Shape of the parameters; each group has two of each dtype and device."""
+"""Shape of the parameters; each group has two of each dtype and device.
+
+One element is 0, which shows the smallest update.
+"""
 
 STEPS = 3
+
+SMALL = 2.0**-14
+"""Scale of every other gradient: so small that an optimizer's epsilon counts."""
 
 
 def independence_key(optimizer: Optimizer) -> Hashable:
@@ -52,8 +58,9 @@ def check_independent(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
     if not same:
         raise RuntimeRefusalError(
             f"{name} updates a parameter by the others' gradients, too, or counts its steps where"
-            " all parameters share the count: train_iteration needs an optimizer whose updates are"
-            " independent; use train_step"
+            " all parameters share the count, or has one epsilon for several dtypes (Adafactor, which"
+            " needs a group for each dtype, or its `eps`): train_iteration needs an optimizer whose"
+            " updates are independent; use train_step"
         )
 
 
@@ -67,10 +74,14 @@ def _after_steps(optimizer: Optimizer, given: Mapping[str, Any], one_by_one: boo
         {**_copied(_options(group)), "params": _parameters(group, number)}
         for number, group in enumerate(optimizer.param_groups)
     ]
+    for group in part.param_groups:
+        if "lr" in group and group["lr"] == 0:  # of a warm-up, at which all updates are equal
+            group["lr"] = 1.0
     for step in range(STEPS):
         for group in part.param_groups:
             for number, parameter in enumerate(group["params"]):
-                made = (parameter.detach() - 0.25 * number) * (step + 1)
+                made = (parameter.detach() - 0.25 * number - 0.125) * (step + 1)
+                made *= SMALL if number % 2 else 1.0
                 if one_by_one:
                     run_update(part, group, [parameter], [made], part.state)
                 else:
@@ -100,7 +111,7 @@ def _parameters(group: dict[str, Any], number: int) -> list[torch.nn.Parameter]:
     made = []
     for dtype, device in _kinds(group):
         numbers = torch.arange(16, device=device).reshape(SHAPE).div(16).to(dtype)
-        made += [torch.nn.Parameter(numbers + number + shift) for shift in (0.5, 1.0)]
+        made += [torch.nn.Parameter(numbers * (number + shift)) for shift in (0.5, 1.0)]
     return made
 
 
@@ -115,12 +126,13 @@ def _copied(value: Any) -> Any:
 
 
 def _equal(first: Any, second: Any) -> bool:
-    """True if trees are equal, tensors to the bit."""
+    """True if trees are equal, tensors to the bit (of which float16's may be no numbers)."""
     (ours, tree), (theirs, other) = tree_flatten(first), tree_flatten(second)
     return tree == other and all(map(_same, ours, theirs))
 
 
 def _same(first: Any, second: Any) -> bool:
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return first.dtype == second.dtype and torch.equal(first, second)
+        alike = (first.dtype, first.shape) == (second.dtype, second.shape)
+        return alike and torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
     return first is second or bool(first == second)
