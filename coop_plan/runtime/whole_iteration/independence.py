@@ -58,9 +58,9 @@ def check_independent(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
     if not same:
         raise RuntimeRefusalError(
             f"{name} updates a parameter by the others' gradients, too, or counts its steps where"
-            " all parameters share the count, or has one epsilon for several dtypes (Adafactor, which"
-            " needs a group for each dtype, or its `eps`): train_iteration needs an optimizer whose"
-            " updates are independent; use train_step"
+            " all parameters share the count, or has one epsilon for several dtypes (Adafactor"
+            " without `eps[0]`, which needs a group for each dtype): train_iteration needs an"
+            " optimizer whose updates are independent; use train_step"
         )
 
 
