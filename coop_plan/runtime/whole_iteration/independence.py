@@ -133,6 +133,6 @@ def _equal(first: Any, second: Any) -> bool:
 
 def _same(first: Any, second: Any) -> bool:
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        alike = (first.dtype, first.shape) == (second.dtype, second.shape)
-        return alike and torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
+        is_same_kind = (first.dtype, first.shape) == (second.dtype, second.shape)
+        return is_same_kind and torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
     return first is second or bool(first == second)
