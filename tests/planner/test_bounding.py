@@ -1,5 +1,6 @@
 """Bounds from relaxations in the background."""
 
+import sys
 import time
 from math import inf
 from types import SimpleNamespace
@@ -129,6 +130,16 @@ def test_bounds_come_while_the_process_runs_and_end_with_it(program, capacity):
         assert base < bound < 2 * base
         process.kill()
         assert process.proved(time.monotonic() + 60) == -inf
+
+
+def test_a_message_does_not_wait_for_a_process_to_start(monkeypatch):
+    """Nor to read it: a job is larger than a pipe, and a deadline may pass meanwhile."""
+    with BoundingProcess() as process:
+        monkeypatch.setattr(
+            process, "_command", [sys.executable, "-c", "__import__('time').sleep(9)"]
+        )
+        process.send(bytes(1 << 20))
+        assert process._process.poll() is None
 
 
 def test_a_process_that_fails_says_so(capacity):

@@ -57,7 +57,8 @@ class BoundingProcess(Child):
 
     def _begin(self, job: BoundingJob | HomesJob) -> None:
         if not self._started:
-            self._started = self.running = self.send(job)
+            self._started = self.running = True
+            self.send(job)
 
     def proved(self, until: float = 0.0) -> float:
         """Returns the best new lower bound on the cost (µs), −∞ if there is none.

@@ -82,8 +82,8 @@ class Child:
                 with contextlib.suppress(OSError):
                     stream.close()
 
-    def send(self, message: object) -> bool:
-        """Send a message; returns False if the process has died."""
+    def send(self, message: object) -> None:
+        """Send a message, without waiting for the process to start and read it."""
         if self._process is None:
             self._process = subprocess.Popen(  # noqa: S603  (our own module, no shell)
                 self._command,
@@ -99,12 +99,8 @@ class Child:
                 target=_read_messages, args=(self._process.stdout, self._inbox), daemon=True
             ).start()
         assert self._process.stdin is not None
-        try:
-            pickle.dump(message, self._process.stdin)
-            self._process.stdin.flush()
-        except OSError:
-            return False
-        return True
+        arguments = self._process.stdin, pickle.dumps(message)
+        threading.Thread(target=_write_message, args=arguments, daemon=True).start()
 
     def receive(self, deadline: float) -> Any:
         """The next message; None once the process has ended.
@@ -174,10 +170,10 @@ class SolverProcess(Child):
         seconds = deadline - time.monotonic() - self._grace_seconds
         if seconds <= 0:
             return
-        if self.send((job, seconds)):
-            with contextlib.suppress(queue.Empty):
-                while (message := self.receive(deadline)) is not None:
-                    yield message
+        self.send((job, seconds))
+        with contextlib.suppress(queue.Empty):
+            while (message := self.receive(deadline)) is not None:
+                yield message
         self.kill()
 
 
@@ -189,6 +185,13 @@ def _module_path() -> list[str]:
     standard = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
     standard |= {str(Path(folder) / "lib-dynload") for folder in standard}
     return sorted(filter(None, sys.path), key=lambda path: path not in standard)
+
+
+def _write_message(stream: BinaryIO, message: bytes) -> None:
+    """Write a message; a process that has died gets none, and its reader ends."""
+    with contextlib.suppress(OSError, ValueError):
+        stream.write(message)
+        stream.flush()
 
 
 def _read_messages(stream: BinaryIO, messages: "queue.SimpleQueue[object]") -> None:
