@@ -113,11 +113,13 @@ def carried_bound(
     if not link:  # a sum: the first run of each op is counted by the caller's costs
         first = float(np.minimum.reduceat(mine - ratio * other, starts).sum())
         return max(least, ratio * cost_us + first - recomputed)
-    # A makespan: it falls by at most as much as its runs do, if no copy or launch is faster. A run
-    # that is dearer for the caller may run during a copy, so that it counts nothing.
+    # A makespan: it falls by at most as much as its runs do, if no copy or launch is faster, and
+    # none is saved by a run of no cost. A run that is dearer for the caller may run during a copy,
+    # so that it counts nothing.
     faster = any(a > b for a, b in zip(costs[:2], theirs[:2], strict=True))
     sooner = zip([costs[2], *launches], [theirs[2], *their_launches], strict=True)
-    if faster or any(a < b for a, b in sooner):
+    saved = their_launches[0] > 0 and (known & (mine == 0)).any()
+    if faster or saved or any(a < b for a, b in sooner):
         return least
     fall = float(np.maximum.reduceat(np.maximum(other - mine, 0.0), starts).sum())
     base = cost_us - max(again, 0.0)
