@@ -93,7 +93,8 @@ def cost_signature(graph: Graph) -> str:
     device = graph.device
     rates = [device.d2h_bytes_per_s, device.h2d_bytes_per_s] if device.linked else []
     launches = [device.launch_us, *([device.copy_launch_us] if device.linked else [])]
-    own = [[round(math.log2(us)) if us else None for us in launches]] if any(launches) else []
+    powers = (round(math.log2(us)) if us else None for us in launches)
+    own = [device.is_host, *powers] if any(launches) else []
     return _digest(costs, *(round(math.log2(rate)) for rate in rates), *own)
 
 

@@ -7,11 +7,14 @@ import pytest
 
 from coop_plan.planner import InfeasibleBudgetError, find_faults
 from coop_plan.planner.plan_cache.record import StoredRefusal, read_signed, sign
+from coop_plan.runtime.cache import plans
 from coop_plan.runtime.capture import profiler
 from coop_plan.runtime.execute import find_plan
 from coop_plan.runtime.op_profile import OpProfile
 from coop_plan.runtime.options import Options
+from coop_plan.schemas import Device
 from tests.runtime.starts import start
+from tests.support import make_graph
 
 
 @contextlib.contextmanager
@@ -118,6 +121,20 @@ def test_a_bad_entry_is_deleted_even_if_no_other_plan_can_be_made(cache, monkeyp
     assert not start()[0].plan_cached
     with store(cache) as connection:
         assert connection.execute("select count(*) from answer").fetchone() == (0,)
+
+
+@pytest.mark.parametrize("own", [0.0, 25e9])
+def test_keys_differ_by_all_launches_that_count_for_the_link(own):
+    """Also for the option's link, on a device without one of its own, as on the CPU."""
+    options = Options.parse({"budget": "50%", "link": "25GB/s"})
+    graph = make_graph({0: ("output", 8)}, [{"outputs": [0]}])
+    times = [("cpu", 0.0, 0.0), ("cpu", 5.0, 0.0), ("cpu", 0.0, 5.0), ("cuda", 5.0, 0.0)]
+    devices = [
+        Device(kind=kind, launch_us=op, copy_launch_us=copy).with_link(own)
+        for kind, op, copy in [*times, ("cuda", 0.0, 5.0)]
+    ]
+    keys = {plans.key_of(graph.model_copy({"device": d}), options) for d in devices}
+    assert len(keys) == len(devices)
 
 
 def test_a_damaged_file_costs_a_line_and_is_replaced(cache, caplog):

@@ -16,9 +16,9 @@ from coop_plan.schemas import Graph, Plan, cost_signature, fingerprint
 
 def key_of(graph: Graph, options: Options) -> str:
     """Cache key of a plan: graph structure, costs, planning options, and the planner's version."""
-    plan_options = options.plan
-    costs, links = cost_signature(graph), plan_options.apply_link(graph).device.linked
-    return plan_options.key(fingerprint(graph), planner_version(), costs, links=links)
+    planned = options.plan.apply_link(graph)
+    costs, links = cost_signature(planned), planned.device.linked
+    return options.plan.key(fingerprint(graph), planner_version(), costs, links=links)
 
 
 def find(key: str, graph: Graph, options: Options) -> Plan | None:
