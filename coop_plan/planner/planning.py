@@ -253,7 +253,7 @@ def _planned_without_homes(
         again, _ = lay_out_everything(problem, limit)
         everything = min(everything, again, key=lambda placed: placed.arena_bytes)
     fits = everything.arena_bytes <= limit
-    if fits and not (info.variants and problem.work_us > problem.floor_us):
+    if fits and not (info.variants and problem.cheapest != problem.cost):
         return finish(keep_all_solution(everything), budget_bytes)
     try:
         if not fits and _is_proved_infeasible(task, limit):

@@ -60,6 +60,7 @@ def test_a_makespan_is_the_longest_path_over_launches_and_copies(graph, outputs,
     event(f"{graph.device.kind}, launches: {graph.device.launch_us > 0}")
     assert find_faults(graph, made) == []
     assert made.cost_us == pytest.approx(longest_path(graph, made.steps))
+    assert made.cost_us >= problem.floor_us * (1 - 1e-12)
     once = [Compute(op=op.id, variant=None, reads=[], writes=[]) for op in graph.ops]
     assert made.base_cost_us == pytest.approx(longest_path(graph, once))
 
@@ -113,6 +114,16 @@ def test_copies_that_take_the_host_long_to_launch_are_fewer(kind):
     copies = [sum(isinstance(s, Offload) for s in made.steps) for made in (before, after)]
     assert copies[1] < copies[0]
     assert after.cost_us < plan_timeline(graph, before).end_us
+
+
+@pytest.mark.parametrize("rate", [0.0, 40e6])
+@pytest.mark.parametrize("budget", ["100%", "60%"])
+def test_plans_of_ops_longer_than_their_launches_are_proved(budget, rate):
+    """Every schedule waits for the first launch, and then for the ops alone."""
+    graph = launching(pyramid(8), "cuda", 0.5, 0.5, rate)
+    made = plan(graph, budget, method="auto", alignment=1)
+    assert made.status == "optimal"
+    assert made.lower_bound_us == pytest.approx(made.cost_us)
 
 
 def test_launches_are_a_part_of_the_key_of_plans():

@@ -290,12 +290,38 @@ class Problem:
         return fsum(self.cost)
 
     @cached_property
-    def floor_us(self) -> float:
-        """Lower bound on the cost of every schedule: each op once in its cheapest variant, µs."""
+    def cheapest(self) -> list[float]:
+        """Per op the cost of its cheapest variant, µs."""
         cheapest = list(self.cost)
         for variant in self.variants[self.op_count :]:
             cheapest[variant.op] = min(cheapest[variant.op], variant.cost_us)
-        return fsum(cheapest)
+        return cheapest
+
+    @cached_property
+    def floor_us(self) -> float:
+        """Lower bound on the cost of every schedule, µs.
+
+        Each op runs once in its cheapest variant, after the first one's launch ahead of the device.
+        """
+        return fsum([*self.cheapest, self.launch_ahead_us * any(self.cheapest)])
+
+    @property
+    def first_launch_us(self) -> float:
+        """Time before the first run and copy of every schedule, µs: a launch, or 0 if none is due.
+
+        A run of no cost is not launched, and its output may be copied before the first launch ends.
+        """
+        shifts = (
+            any(self.cheapest)
+            if "transfers" not in self.beyond_recomputation
+            else all(self.cheapest)
+        )
+        return self.launch_ahead_us * shifts
+
+    @property
+    def launch_ahead_us(self) -> float:
+        """Time in which the host launches an op ahead of the device, µs; 0 if it cannot."""
+        return 0.0 if self.device.is_host else self.device.launch_us
 
     @cached_property
     def beyond_recomputation(self) -> list[str]:

@@ -74,8 +74,6 @@ class Timeline:
     """End of the last compute step on the host."""
     _launched_us: float = 0.0
     """Time at which the host has launched all steps so far, if it runs ahead."""
-    _launch_delays: bool = False
-    """True once a compute step has waited for its launch."""
     _offloads: dict[int, float] = field(default_factory=dict)
     """End of each offload in flight, by buffer."""
     _prefetches: dict[int, float] = field(default_factory=dict)
@@ -99,7 +97,7 @@ class Timeline:
         begin_us = self.now_us
         if cost_us and not self.device.is_host:
             begin_us = self._launch(self.device.launch_us)
-            self._launch_delays |= begin_us > self.now_us
+            self._costs.append(begin_us - self.now_us)
         self._costs.append(cost_us)
         self.now_us = begin_us + cost_us
         return begin_us
@@ -149,8 +147,7 @@ class Timeline:
     def end_us(self) -> float:
         """The makespan so far."""
         # Without stalls an exact sum: the same runs cost the same in any order.
-        idle = self.stall_us or self._launch_delays
-        return max(self.host_us, self.now_us if idle else fsum(self._costs))
+        return max(self.host_us, self.now_us if self.stall_us else fsum(self._costs))
 
 
 def step_costs(graph: Graph) -> dict[tuple[int, str | None], float]:

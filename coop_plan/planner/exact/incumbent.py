@@ -53,10 +53,10 @@ class Incumbent:
         return self.cost_us / max(self.bound_us, 1e-12) - 1
 
     def prove(self, bound_us: float) -> None:
-        """Raise the bound to a solver's bound (µs, or −∞); a lower one changes nothing."""
+        """Raise the bound to a solver's (µs, no launches, or −∞); a lower one is ignored."""
         if bound_us > -inf:
             # Solvers use floating-point arithmetic.
-            proved = bound_us - self.problem.base_cost_us * 1e-7
+            proved = bound_us + self.problem.first_launch_us - self.problem.base_cost_us * 1e-7
             self.bound_us = max(self.bound_us, min(proved, self.cost_us))
             self.report()
 
