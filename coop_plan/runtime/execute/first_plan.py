@@ -145,7 +145,7 @@ class Planner:
             found += map(exact.plan, parts)
             best = min(found, key=lambda made: (made.plan.budget_bytes, made.plan.cost_us))
             within = replace(exact.within(best.plan.budget_bytes), from_above=False)
-            return within.cheapest_or(best, parts)
+            return within.cheapest(parts, best)
         least_us = sum(op.cost_us for op in eager.graph.ops)
         return self._either(
             lambda planner: planner.plan(fused),
@@ -211,32 +211,23 @@ class Planner:
             reason = str(error)  # text: an error would keep the frames of all callers alive
         else:
             within = replace(exact.within(best.plan.budget_bytes), from_above=False)
-            return within.cheapest_or(best, others() if is_worth(best.plan) else ())
+            return within.cheapest(others() if is_worth(best.plan) else (), best)
         least = smallest(self.within(None))
         log_raised(self.raised, least.plan, reason, self.history)
         return least
 
-    def cheapest(self, graphs: Sequence[Captured]) -> FirstPlan:
-        """The plan of least cost among those of `graphs`; an error if none has one."""
-        first, *others = graphs
-        try:
-            best = self.plan(first)
-        except InfeasibleBudgetError:
-            if not others:
-                raise
-        else:
-            return self.cheapest_or(best, others)
-        return self.cheapest(others)
-
-    def cheapest_or(self, best: FirstPlan, graphs: Sequence[Captured]) -> FirstPlan:
-        """The plan of least cost among `best` and those of `graphs`."""
-        if not graphs:
-            return best
-        try:
-            other = self.cheapest(graphs)
-        except InfeasibleBudgetError:
-            return best
-        return min(best, other, key=lambda found: found.plan.cost_us)
+    def cheapest(self, graphs: Sequence[Captured], best: FirstPlan | None = None) -> FirstPlan:
+        """The plan of least cost among `best` and those of `graphs`; an error if there is none."""
+        for number, graph in enumerate(graphs, 1):
+            try:
+                found = self.plan(graph)
+            except InfeasibleBudgetError:
+                if best is None and number == len(graphs):
+                    raise
+            else:
+                best = found if best is None else min(best, found, key=lambda f: f.plan.cost_us)
+        assert best is not None
+        return best
 
     def within(self, budget_bytes: int | None) -> "Planner":
         """Planner of the same for a budget in bytes; None for the smallest feasible one."""
