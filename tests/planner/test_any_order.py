@@ -12,7 +12,7 @@ from benchmarks.synthetic import gpt
 from coop_plan.planner import Problem
 from coop_plan.planner.exact import auto
 from coop_plan.planner.exact.auto import solve_auto
-from coop_plan.planner.exact.dual.any_order import AnyOrderBounding
+from coop_plan.planner.exact.dual.any_order import bound_any_order
 from coop_plan.planner.exact.model.point_selection import Ancestry, Chains, ops_over_capacity
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.optimal import solve_optimal
@@ -47,7 +47,7 @@ def orders(graph):
 def bound_of(problem, arena):
     """The bound on the overhead in µs."""
     program, reported = Program.of(problem), [0.0]
-    AnyOrderBounding(program, program.problem.rounded(arena), reported.append).run()
+    bound_any_order(program, program.problem.rounded(arena), reported.append)
     return max(reported)
 
 

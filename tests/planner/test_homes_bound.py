@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from coop_plan.planner import InfeasibleBudgetError, Problem, plan
 from coop_plan.planner.core.memory_bounds import budget_lower_bound
-from coop_plan.planner.exact.dual.homes import HomesBounding
+from coop_plan.planner.exact.dual.homes import bound_homes
 from coop_plan.planner.homes.updates import host_updates
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.planning import keep_all_peak
@@ -20,7 +20,7 @@ from tests.support import make_graph
 def bound_of(problem, budget):
     """The bound in µs after the last model."""
     told = [0.0]
-    HomesBounding(problem, budget, told.append).run()
+    bound_homes(problem, budget, told.append)
     return max(told)
 
 

@@ -26,7 +26,7 @@ class BoundingJob:
 
 @dataclass(frozen=True)
 class HomesJob:
-    """Job of the process for plans with homes, with the fields of `HomesBounding`."""
+    """Job of the process for plans with homes, with the arguments of `bound_homes`."""
 
     problem: Problem
     budget: int

@@ -10,18 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
-from coop_plan.planner.exact.dual.any_order import AnyOrderBounding
+from coop_plan.planner.exact.dual.any_order import bound_any_order
 from coop_plan.planner.exact.dual.background import BoundingJob, HomesJob
-from coop_plan.planner.exact.dual.homes import HomesBounding
-from coop_plan.planner.exact.model.milp import Milp, Outcome, Relaxation
+from coop_plan.planner.exact.dual.homes import bound_homes
+from coop_plan.planner.exact.dual.milp_bounds import report_bounds
+from coop_plan.planner.exact.model.milp import Milp, Relaxation
 from coop_plan.planner.exact.model.paths import PathCuts
 from coop_plan.planner.exact.model.point_selection import initial_points
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams
 from coop_plan.planner.exact.solver import pdlp, simplex
-from coop_plan.planner.exact.solver.jobs import Failure, RelaxMilp, SolveMilp
-from coop_plan.planner.exact.solver.milp_solvers import solve_milp
+from coop_plan.planner.exact.solver.jobs import Failure, RelaxMilp
 from coop_plan.planner.exact.solver.worker import connect
 
 
@@ -74,19 +74,10 @@ class Bounding:
         for count in (4, 8, 20):  # time points
             points = set(initial_points(self.program, self.capacity, count))
             self._relax(points, PathCuts(self.params.min_violation))
-        self._solve_integral(20.0)
         if self._model is not None:
+            if len(self._model.milp.lower) <= 6000:
+                report_bounds(self._model.milp, self._model.bound_us, self.report, seconds=20.0)
             self.points = {*self._model.points[:-1]}
-
-    def _solve_integral(self, seconds: float) -> None:
-        if self._model is None or len(self._model.milp.lower) > 6000:
-            return
-        bound_us = self._model.bound_us
-        answer = solve_milp(
-            SolveMilp(self._model.milp), seconds, lambda p: self.report(bound_us(p.bound))
-        )
-        if answer.outcome is not Outcome.INFEASIBLE:
-            self.report(bound_us(answer.bound))
 
     def _next_spread(self) -> list[int]:
         points = initial_points(self.program, self.capacity, self._spread_count)
@@ -108,9 +99,9 @@ def main() -> None:
     job: BoundingJob | HomesJob = pickle.load(sys.stdin.buffer)  # noqa: S301  (from our parent)
     try:
         if isinstance(job, HomesJob):
-            HomesBounding(job.problem, job.budget, send).run()
+            bound_homes(job.problem, job.budget, send)
         elif job.points is None:
-            AnyOrderBounding(job.program, job.capacity, send).run()
+            bound_any_order(job.program, job.capacity, send)
         else:
             Bounding(job.program, job.capacity, job.points, send, job.params).run()
     except MemoryError:

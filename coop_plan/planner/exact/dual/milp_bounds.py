@@ -9,9 +9,12 @@ from coop_plan.planner.exact.solver.milp_solvers import solve_milp
 
 
 def report_bounds(
-    milp: Milp, bound_us: Callable[[float], float], report: Callable[[float], None]
+    milp: Milp,
+    bound_us: Callable[[float], float],
+    report: Callable[[float], None],
+    seconds: float = inf,
 ) -> None:
-    """Solve a model without a deadline, and pass each lower bound (µs) to `report`.
+    """Solve a model within a time limit (s), and pass each lower bound (µs) to `report`.
 
     `bound_us` converts from the model's units.
     """
@@ -19,6 +22,6 @@ def report_bounds(
     def convert(progress: SolveProgress | Answer) -> None:
         report(bound_us(progress.bound))
 
-    answer = solve_milp(SolveMilp(milp), inf, convert)
+    answer = solve_milp(SolveMilp(milp), seconds, convert)
     if answer.outcome is not Outcome.INFEASIBLE:
         convert(answer)
