@@ -336,17 +336,12 @@ def verified_plan(
     solution = _valid_bound(solution, options.info)
     host = lay_out_host(solution.placed.schedule, problem.host_budget)
     made = assemble(
-        solution.placed,
+        solution,
         host_offsets=host.offsets,
-        host_arena_bytes=host.arena_bytes,
+        host_arena_bytes=host.peak,
         link_bytes_per_s=options.link,
         method=options.info.name,
         budget_bytes=budget_bytes,
-        status=solution.status,
-        lower_bound_us=solution.lower_bound_us,
-        lower_bound_model=solution.bound_model,
-        eviction_free_ratio=solution.eviction_free_ratio,
-        evictions=solution.evictions,
         budget_lower_bound_bytes=budget_lower_bound_bytes,
         solve_seconds=time.monotonic() - started,
     )

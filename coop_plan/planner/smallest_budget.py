@@ -15,8 +15,8 @@ from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.memory_bounds import (
     WorkingSet,
-    bound_with_resident_outputs,
     largest_working_set,
+    needs_with_resident_outputs,
     working_set_bound,
 )
 from coop_plan.planner.core.problem import Problem
@@ -121,7 +121,7 @@ class Task:
         host_budget = self.problem.host_budget
         if host_budget is not None:
             host = lay_out_host(solution.placed.schedule, host_budget)
-            if host.arena_bytes > host_budget:
+            if host.peak > host_budget:
                 raise DoesNotFitError(op)
         return solution
 
@@ -243,7 +243,7 @@ class _Interval:
         task = replace(self.task, request=self.task.request.part(SEARCH_SHARE))
         guess = max(0, self.floor + self.step)
         if not self.small:  # schedules below this are rare
-            guess = max(guess, bound_with_resident_outputs(task.problem))
+            guess = max(guess, *needs_with_resident_outputs(task.problem))
         used = 0.0
         while used < most and guess < self.met:
             task.request.check_time()

@@ -9,7 +9,7 @@ from coop_plan.planner import METHODS, Problem
 from coop_plan.planner.core.build_plan import assemble
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.keep_all import keep_all_schedule
-from coop_plan.planner.method import Request
+from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.placement.layout import lay_out, lay_out_host
 from coop_plan.planner.verifier import verify
 from coop_plan.schemas import fingerprint
@@ -33,17 +33,12 @@ def overheads(graph, method, shares=SHARES):
             continue
         budget = problem.fixed_bytes + arena
         made = assemble(
-            placed,
+            Solution(placed),
             host_offsets=lay_out_host(placed.schedule).offsets,
             host_arena_bytes=0,
             link_bytes_per_s=None,
             method=method,
             budget_bytes=budget,
-            status="feasible",
-            lower_bound_us=None,
-            lower_bound_model=None,
-            eviction_free_ratio=None,
-            evictions=None,
             solve_seconds=0.0,
         )
         verify(graph, made)

@@ -303,7 +303,7 @@ def test_a_failed_search_names_the_closest_schedule_with_transfers(graph, share,
     if search.placed is None:
         assert search.closest is None or search.closest.arena_bytes > arena
     for found in filter(None, (search.placed, search.closest)):
-        assert host is None or lay_out_host(found.schedule).arena_bytes <= host
+        assert host is None or lay_out_host(found.schedule).peak <= host
 
 
 def test_a_probe_without_a_schedule_leaves_the_least_one_with_transfers():

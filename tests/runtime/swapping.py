@@ -3,6 +3,7 @@
 from coop_plan.planner import verify
 from coop_plan.planner.core.build_plan import assemble
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.method import Solution
 from coop_plan.planner.placement.layout import lay_out, lay_out_host
 from tests.schedules import schedule_of
 
@@ -52,19 +53,14 @@ def swap_plan(graph, options, *, ahead=2, share=1.0, gradients=False, added=Fals
     orders += [(do, t) for do in ("prefetch", "wait") for t in away]
     schedule = schedule_of(problem, orders)
     placed, _ = lay_out(schedule, work=0)
-    host = lay_out_host(schedule, work=0)
+    host = lay_out_host(schedule)
     made = assemble(
-        placed,
+        Solution(placed),
         host_offsets=host.offsets,
-        host_arena_bytes=host.arena_bytes,
+        host_arena_bytes=host.peak,
         link_bytes_per_s=options.link,
         method=options.method,
         budget_bytes=problem.fixed_bytes + placed.arena_bytes,
-        status="feasible",
-        lower_bound_us=None,
-        lower_bound_model=None,
-        eviction_free_ratio=None,
-        evictions=None,
         solve_seconds=0.0,
     )
     verify(graph, made)

@@ -1,15 +1,14 @@
 """Conversion of a placed schedule to the plan document and its figures (see `schemas.plan`)."""
 
 import platform
-from typing import Literal
 
 import numpy
 
 from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.lifetimes import OUTSIDE
 from coop_plan.planner.core.schedule import Offload, PlacedSchedule, Prefetch, Run, Wait
+from coop_plan.planner.method import Solution
 from coop_plan.schemas import (
-    BoundModel,
     Compute,
     Free,
     Plan,
@@ -25,26 +24,22 @@ from coop_plan.schemas import Wait as WaitStep
 
 
 def assemble(
-    placed: PlacedSchedule,
+    solution: Solution,
     *,
     host_offsets: Ints,
     host_arena_bytes: int,
     link_bytes_per_s: float | None,
     method: str,
     budget_bytes: int,
-    status: Literal["optimal", "feasible"],
-    lower_bound_us: float | None,
-    lower_bound_model: BoundModel | None,
-    eviction_free_ratio: float | None,
-    evictions: int | None,
     solve_seconds: float,
     budget_lower_bound_bytes: int | None = None,
 ) -> Plan:
-    """The plan of a placed schedule.
+    """The plan of a method's solution.
 
     `host_offsets` (bytes) has the address in the host slab per offload, in order;
     `link_bytes_per_s` is the requested bandwidth, None for the device's own.
     """
+    placed = solution.placed
     problem, schedule = placed.problem, placed.schedule
     arena = placed.arena_bytes
     base, cost = problem.base_cost_us, schedule.cost_us
@@ -56,7 +51,7 @@ def assemble(
         schema_="coop-plan/plan/1",
         graph=fingerprint(problem.graph),
         method=method,
-        status=status,
+        status=solution.status,
         budget_bytes=budget_bytes,
         host_budget_bytes=problem.host_budget,
         link_bytes_per_s=link_bytes_per_s,
@@ -67,12 +62,12 @@ def assemble(
         base_cost_us=base,
         cost_us=cost,
         overhead=cost / base - 1 if base else 0.0,
-        lower_bound_us=lower_bound_us,
-        lower_bound_model=lower_bound_model,
+        lower_bound_us=solution.lower_bound_us,
+        lower_bound_model=solution.bound_model,
         budget_lower_bound_bytes=budget_lower_bound_bytes,
         fragmentation=1 - live / arena if arena else 0.0,
-        eviction_free_ratio=eviction_free_ratio,
-        evictions=evictions,
+        eviction_free_ratio=solution.eviction_free_ratio,
+        evictions=solution.evictions,
         recomputed_ops=runs - problem.op_count,
         swapped_bytes=steps.copied_bytes(moved),
         prefetch_stall_us=schedule.timeline.prefetch_stall_us,

@@ -155,17 +155,12 @@ def _first_without_rerun(problem: Problem, op: int) -> int:
     return max(problem.rerun_limit[op], op + 1)
 
 
-def bound_with_resident_outputs(problem: Problem) -> int:
-    """
-    Arena bytes of every schedule that keeps outputs in the arena resident once they are produced.
-
-    No lower bound for all schedules: one may recompute an output instead, which rarely helps.
-    """
-    return max(needs_with_resident_outputs(problem), default=0)
-
-
 def needs_with_resident_outputs(problem: Problem) -> list[int]:
-    """Per op its working set and the outputs resident beside it, as bytes of the same bound."""
+    """Per op its working set and the outputs resident beside it, bytes of the arena.
+
+    Every schedule that keeps outputs in the arena resident once they are produced needs the largest
+    of them. A schedule may recompute an output instead, which rarely helps.
+    """
     outputs = resident_output_bytes(problem)
     pairs = zip(_smallest_variants(problem), outputs, strict=True)
     return [working_set + resident for working_set, resident in pairs]

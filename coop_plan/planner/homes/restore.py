@@ -44,17 +44,16 @@ def assembled(
     """
     original = low.form.placed_to_original(solution.placed)
     made = assemble(
-        original,
+        Solution(
+            original,
+            eviction_free_ratio=solution.eviction_free_ratio,
+            evictions=solution.evictions,
+        ),
         host_offsets=np.zeros(len(original.schedule), dtype=np.int64),
         host_arena_bytes=0,
         link_bytes_per_s=options.link,
         method=options.info.name,
         budget_bytes=budget,
-        status="feasible",
-        lower_bound_us=None,
-        lower_bound_model=None,
-        eviction_free_ratio=solution.eviction_free_ratio,
-        evictions=solution.evictions,
         solve_seconds=time.monotonic() - began,
     )
     host = problem.host_budget

@@ -10,13 +10,6 @@ WORK = 20_000_000
 """Work of `planner.placement.place` for one layout, about 0.07 s."""
 
 
-class HostLayout(NamedTuple):
-    """Byte offsets of a schedule's copies in the host slab, per offload, and the slab's size."""
-
-    offsets: Ints
-    arena_bytes: int
-
-
 class Layout(NamedTuple):
     """A schedule with addresses, and the placement that gave them."""
 
@@ -71,15 +64,6 @@ def lay_out(
     return Layout(schedule.place(placement.offsets, blocks), placement)
 
 
-def lay_out_host(
-    schedule: Schedule, capacity: int | None = None, *, work: int = WORK
-) -> HostLayout:
-    """Place the host copies of `schedule` in one slab, by the rules of the arena.
-
-    `capacity` (bytes) and `work` are as for `lay_out`.
-    """
-    copies = schedule.host_copies
-    if not copies.size.size:
-        return HostLayout(copies.lower, 0)
-    placement = fit(copies, schedule.problem.alignment, capacity, work=work)
-    return HostLayout(placement.offsets, placement.peak)
+def lay_out_host(schedule: Schedule, capacity: int | None = None) -> Placement:
+    """Place the host copies of `schedule`, one per offload, in one slab, by the arena's rules."""
+    return fit(schedule.host_copies, schedule.problem.alignment, capacity)

@@ -10,6 +10,7 @@ from coop_plan.planner.core.build_plan import assemble
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, Offload, Prefetch, Run, Schedule, Wait
 from coop_plan.planner.core.timeline import plan_timeline
+from coop_plan.planner.method import Solution
 from coop_plan.planner.placement.layout import lay_out, lay_out_host
 from coop_plan.planner.verifier import find_faults
 from coop_plan.schemas import Device
@@ -23,19 +24,14 @@ OUTPUTS = st.sampled_from(["outside", "arena", "gradients"])
 def plan_of(schedule, budget=None):
     """The plan of a schedule, placed greedily."""
     placed, _ = lay_out(schedule, work=0)
-    host = lay_out_host(schedule, work=0)
+    host = lay_out_host(schedule)
     return assemble(
-        placed,
+        Solution(placed),
         host_offsets=host.offsets,
-        host_arena_bytes=host.arena_bytes,
+        host_arena_bytes=host.peak,
         link_bytes_per_s=None,
         method="test",
         budget_bytes=placed.problem.fixed_bytes + placed.arena_bytes if budget is None else budget,
-        status="feasible",
-        lower_bound_us=None,
-        lower_bound_model=None,
-        eviction_free_ratio=None,
-        evictions=None,
         solve_seconds=0.0,
     )
 

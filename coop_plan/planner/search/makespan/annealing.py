@@ -162,7 +162,7 @@ class MakespanSearch(Annealing):
 
     def _fits_host(self, schedule: Schedule) -> bool:
         budget = self.problem.host_budget
-        return budget is None or lay_out_host(schedule, budget).arena_bytes <= budget
+        return budget is None or lay_out_host(schedule, budget).peak <= budget
 
     def _keep_closest(self, placed: PlacedSchedule) -> None:
         """Keep a schedule that exceeds the arena if it needs less memory than those before."""
