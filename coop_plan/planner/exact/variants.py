@@ -9,7 +9,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from math import inf
 
 import numpy as np
 
@@ -80,11 +79,11 @@ def _recomputing(problem: Problem, request: Request, *, prove: bool) -> Solution
 
 
 class _JointSearch:
-    """Recomputes, transfers and variants together: `placed` is the cheapest schedule so far."""
+    """Recomputes, transfers and variants together; `incumbent` has the cheapest schedule so far."""
 
     def __init__(self, problem: Problem, request: Request, bound_us: Callable[[], float]) -> None:
         self.problem, self.request, self.bound_us = problem, request, bound_us
-        self.placed: PlacedSchedule | None = None
+        self.incumbent = Incumbent(problem, request.arena_bytes)
         self.error: DoesNotFitError | TimeLimitError = DoesNotFitError(-1)
         self._methods: dict[tuple[int, ...], CoopOffline] = {}
         """The method by assignment of one variant an op."""
@@ -98,30 +97,29 @@ class _JointSearch:
         """
         request = self.request
         self._plan(range(self.problem.op_count), 0.1)  # a share of the time left, as below
-        if request.any_schedule and self.placed is not None:
-            return self.placed
+        if request.any_schedule and self.incumbent.placed is not None:
+            return self.incumbent.placed
         with self._keeping_errors():
             unlinked = replace(self.problem, host_budget=0)
             found = _recomputing(unlinked, request.part(0.5), prove=False).placed
             every = range(len(self.problem.variants))
-            self._offer(restore_variants(self.problem, every, found))
+            self.incumbent.offer(restore_variants(self.problem, every, found))
             chosen = _first_variants(found.schedule)
             self._plan(chosen, 0.4, _ops(found.schedule))
-        if request.any_schedule and self.placed is not None:
-            return self.placed
+        if request.any_schedule and self.incumbent.placed is not None:
+            return self.incumbent.placed
         relaxed = self._relaxed()
         if relaxed is not None:
             self._plan(relaxed, 0.4)
-        if self.placed is None:
+        if self.incumbent.placed is None:
             raise self.error
         self._improve(request.part(0.9).deadline)
         self._reselect()
-        return self.placed
+        return self.incumbent.placed
 
     def proved(self) -> bool:
         """True if the cost of the best schedule is within the tolerance of the bound."""
-        cost_us = inf if self.placed is None else self.placed.cost_us
-        return cost_us <= self.bound_us() * (1 + OPTIMALITY_TOLERANCE)
+        return self.incumbent.cost_us <= self.bound_us() * (1 + OPTIMALITY_TOLERANCE)
 
     @contextlib.contextmanager
     def _keeping_errors(self) -> Iterator[None]:
@@ -129,11 +127,6 @@ class _JointSearch:
             yield
         except (DoesNotFitError, TimeLimitError) as error:
             self.error = error
-
-    def _offer(self, placed: PlacedSchedule) -> None:
-        fits = placed.arena_bytes <= self.request.arena_bytes
-        if fits and (self.placed is None or placed.cost_us < self.placed.cost_us):
-            self.placed = placed
 
     def _plan(
         self, chosen: Sequence[int], share: float, start: tuple[int, ...] | None = None
@@ -151,7 +144,7 @@ class _JointSearch:
             method = CoopOffline(alone, request)
             method.begin()
             self._methods[key] = method
-            self._offer(restore_variants(self.problem, chosen, method.solution().placed))
+            self.incumbent.offer(restore_variants(self.problem, chosen, method.solution().placed))
 
     def _improve(self, end: float | None) -> None:
         """Improve the cheapest of the plans of one variant an op until then."""
@@ -163,16 +156,17 @@ class _JointSearch:
             chosen = min(costs, key=costs.__getitem__)
             method = self._methods[chosen]
             method.improve(end, self.proved)
-            self._offer(restore_variants(self.problem, chosen, method.solution().placed))
+            self.incumbent.offer(restore_variants(self.problem, chosen, method.solution().placed))
 
     def _reselect(self) -> None:
         """Re-select the variant of each run of the best schedule."""
-        assert self.placed is not None
+        best = self.incumbent.placed
+        assert best is not None
         problem, arena = self.problem, self.request.arena_bytes
         reselection = Reselection(Program.of(problem, variants=True), problem.rounded(arena))
-        better = reselection.improve(self.placed.schedule, self.request.out_of_time)
-        if better.cost_us < self.placed.cost_us:
-            self._offer(lay_out(better, arena).placed)
+        better = reselection.improve(best.schedule, self.request.out_of_time)
+        if better.cost_us < best.cost_us:
+            self.incumbent.offer(lay_out(better, arena).placed)
 
     def _relaxed(self) -> list[int] | None:
         """The variants chosen by the relaxed program; None without a solver or a time limit."""

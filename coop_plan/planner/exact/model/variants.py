@@ -22,24 +22,13 @@ def fix_variants(problem: Problem, chosen: Sequence[int]) -> Problem:
     if missing:
         tensor = problem.graph.tensors[min(missing)].id
         raise NoScheduleError(f"no chosen variant makes tensor {tensor}, which is needed")
+    fields = ("inputs", "outputs", "cost_us", "workspace_bytes", "inplace")
     ops = []
     for op, number in zip(problem.graph.ops, chosen, strict=True):
         name = problem.variants[number].name
         form = next((v for v in op.variants if v.name == name), op)
-        ops.append(
-            op.model_copy(
-                update={
-                    "inputs": form.inputs,
-                    "outputs": form.outputs,
-                    "cost_us": form.cost_us,
-                    "workspace_bytes": form.workspace_bytes,
-                    "inplace": form.inplace,
-                    "variants": [],
-                }
-            )
-        )
-    graph = problem.graph.model_copy(update={"ops": ops})
-    return Problem.from_graph(graph, problem.alignment, problem.outputs, problem.host_budget)
+        ops.append(op.model_copy({name: getattr(form, name) for name in fields} | {"variants": []}))
+    return _with_ops(problem, ops)
 
 
 def without_variants(problem: Problem) -> Problem | None:
