@@ -129,7 +129,7 @@ def explain(graph: Graph, made: Plan, prices: Sequence[Price] = (), top: int = 5
     linked = graph.model_copy({"device": graph.device.with_link(made.link_bytes_per_s)})
     problem = Problem.from_graph(linked, made.alignment, made.outputs, made.host_budget_bytes)
     live = view.at(view.fullest)
-    at, peak_op = (view.moments[m].op if m >= 0 else -1 for m in (view.fullest, view.peak))
+    at, peak = (_op(graph, view.moments[m].op if m >= 0 else -1) for m in (view.fullest, view.peak))
     omitted: dict[str, tuple[int, int]] = {}
 
     def first(name: str, found: list[Sized]) -> list[Sized]:
@@ -144,16 +144,16 @@ def explain(graph: Graph, made: Plan, prices: Sequence[Price] = (), top: int = 5
         budget_bytes=made.budget_bytes,
         peak_bytes=made.peak_bytes,
         peak_moment=view.peak,
-        peak_op=_op(graph, peak_op),
-        peak_source=_source(graph, peak_op),
+        peak_op=peak[0],
+        peak_source=peak[1],
         resident_bytes=made.resident_bytes,
         residents=view.resident,
         outside_bytes=max(view.outside, default=0),
         arena_bytes=made.arena_bytes,
         live_bytes=max(view.live, default=0),
         budget_lower_bound_bytes=budget_lower_bound(problem),
-        at_op=_op(graph, at),
-        at_source=_source(graph, at),
+        at_op=at[0],
+        at_source=at[1],
         overhead=made.overhead,
         base_cost_us=made.base_cost_us,
         holders=first("holders", [_peak_tensor(graph, found, problem) for found in live]),
@@ -210,12 +210,9 @@ def slopes(prices: Sequence[Price]) -> list[float | None]:
     return found
 
 
-def _op(graph: Graph, position: int) -> str:
-    return graph.ops[position].name if position >= 0 else ""
-
-
-def _source(graph: Graph, position: int) -> str:
-    return graph.ops[position].source if position >= 0 else ""
+def _op(graph: Graph, position: int) -> tuple[str, str]:
+    """Name and source of an op; both are "" if there is none."""
+    return (graph.ops[position].name, graph.ops[position].source) if position >= 0 else ("", "")
 
 
 def _producer(rectangle: Rectangle, problem: Problem) -> int:
@@ -223,9 +220,9 @@ def _producer(rectangle: Rectangle, problem: Problem) -> int:
 
 
 def _peak_tensor(graph: Graph, rectangle: Rectangle, problem: Problem) -> PeakTensor:
-    op = _producer(rectangle, problem)
+    maker = _op(graph, _producer(rectangle, problem))
     name = tensor_name(graph, rectangle.tensor) if rectangle.tensor >= 0 else "workspace"
-    return PeakTensor(name, _op(graph, op), _source(graph, op), rectangle.bytes, rectangle.kind)
+    return PeakTensor(name, *maker, rectangle.bytes, rectangle.kind)
 
 
 def tensor_name(graph: Graph, position: int) -> str:
@@ -243,9 +240,9 @@ def split_source(source: str) -> tuple[str, str]:
 def _modules(graph: Graph, live: Iterable[Rectangle], problem: Problem) -> list[ModuleBytes]:
     total: dict[str, int] = {}
     for rectangle in live:
-        op = _producer(rectangle, problem)
-        module, line = split_source(_source(graph, op))
-        name = module or line or _op(graph, op)
+        op, source = _op(graph, _producer(rectangle, problem))
+        module, line = split_source(source)
+        name = module or line or op
         total[name] = total.get(name, 0) + rectangle.bytes
     found = [ModuleBytes(name, size) for name, size in total.items()]
     return sorted(found, key=lambda entry: -entry.bytes)
@@ -261,20 +258,17 @@ def _blocker(problem: Problem, top: int) -> Blocker | None:
     parts = [
         PeakTensor(
             tensor_name(graph, t),
-            _op(graph, problem.producer[t]),
-            _source(graph, problem.producer[t]),
+            *_op(graph, problem.producer[t]),
             problem.bytes[t],
             "output" if t in variant.makes else "input",
         )
         for t in dict.fromkeys((*variant.reads, *variant.makes))
     ]
     if variant.workspace_bytes:
-        own = _op(graph, op), _source(graph, op)
-        parts.append(PeakTensor("workspace", *own, variant.workspace_bytes, "workspace"))
+        scratch = variant.workspace_bytes
+        parts.append(PeakTensor("workspace", *_op(graph, op), scratch, "workspace"))
     parts.sort(key=lambda part: -part.bytes)
-    return Blocker(
-        _op(graph, op), _source(graph, op), working_set, parts[:top], advice(problem, op)
-    )
+    return Blocker(*_op(graph, op), working_set, parts[:top], advice(problem, op))
 
 
 def _reruns(graph: Graph, view: PlanView, problem: Problem) -> list[Rerun]:
@@ -286,13 +280,7 @@ def _reruns(graph: Graph, view: PlanView, problem: Problem) -> list[Rerun]:
             count[moment.op] = count.get(moment.op, 0) + 1
             cost[moment.op] = cost.get(moment.op, 0.0) + moment.end_us - moment.begin_us
     found = [
-        Rerun(
-            _op(graph, op),
-            _source(graph, op),
-            times,
-            cost[op],
-            sum(problem.bytes[t] for t in problem.makes[op]),
-        )
+        Rerun(*_op(graph, op), times, cost[op], sum(problem.bytes[t] for t in problem.makes[op]))
         for op, times in count.items()
     ]
     return sorted(found, key=lambda rerun: -rerun.bytes)
@@ -309,7 +297,6 @@ def _moves(graph: Graph, view: PlanView, problem: Problem) -> list[Move]:
             stall[moment.tensor] += moment.end_us - moment.begin_us
     found = []
     for t, count in times.items():
-        op = problem.producer[t]
-        name, maker, source = tensor_name(graph, t), _op(graph, op), _source(graph, op)
-        found.append(Move(name, maker, source, count, size[t], stall[t]))
+        maker = _op(graph, problem.producer[t])
+        found.append(Move(tensor_name(graph, t), *maker, count, size[t], stall[t]))
     return sorted(found, key=lambda move: -move.bytes)

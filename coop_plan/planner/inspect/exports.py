@@ -123,31 +123,18 @@ def _segment(graph: Graph, plan: Plan, view: PlanView) -> dict[str, Any]:
     blocks: list[dict[str, Any]] = []
     at = 0
 
-    def gap(end: int) -> None:
-        if end > at:
-            blocks.append(
-                {
-                    "address": BASE + at,
-                    "size": end - at,
-                    "requested_size": 0,
-                    "state": "inactive",
-                    "frames": [],
-                }
-            )
+    def add(size: int, requested: int, state: str, frames: list[dict[str, Any]]) -> None:
+        nonlocal at
+        if size > 0:
+            place = {"address": BASE + at, "size": size, "requested_size": requested}
+            blocks.append(place | {"state": state, "frames": frames})
+            at += size
 
     for rectangle in last:
-        gap(rectangle.offset)
-        blocks.append(
-            {
-                "address": BASE + rectangle.offset,
-                "size": rectangle.bytes,
-                "requested_size": rectangle.bytes,
-                "state": "active_allocated",
-                "frames": _frames(graph, rectangle),
-            }
-        )
-        at = rectangle.offset + rectangle.bytes
-    gap(plan.arena_bytes)
+        add(rectangle.offset - at, 0, "inactive", [])
+        frames = _frames(graph, rectangle)
+        add(rectangle.bytes, rectangle.bytes, "active_allocated", frames)
+    add(plan.arena_bytes - at, 0, "inactive", [])
     used = sum(rectangle.bytes for rectangle in last)
     return {
         "device": 0,
