@@ -6,8 +6,9 @@ size. A size is accepted once the step has been captured at it and planned withi
 that fails, the new capture replaces one of the two, and the search continues below it.
 """
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import fsum
 
 import msgspec
@@ -134,15 +135,14 @@ def _structure(graph: Graph) -> list[object]:
     ]
 
 
-@dataclass
 class _Search:
     """Cached captures and plans of one step at many sizes within one budget."""
 
-    _graph_at: Callable[[int], Graph]
-    _budget: Budgeting
-    _captured: dict[int, Graph] = field(default_factory=dict)
-    _planned_at: dict[int, Plan | None] = field(default_factory=dict)
-    _interpolated: dict[tuple[int, int, int], Plan | None] = field(default_factory=dict)
+    def __init__(self, graph_at: Callable[[int], Graph], budget: Budgeting) -> None:
+        self._budget = budget
+        self.capture = functools.cache(graph_at)
+        self._planned = functools.cache(lambda size: budget.plan(self.capture(size)))
+        self._scaled = functools.cache(self._plan_scaled)
 
     def largest(self, first: int, limit: float) -> Largest:
         """The largest size whose captured step has a plan with at most this overhead."""
@@ -186,25 +186,11 @@ class _Search:
                 high = middle
         return low
 
-    def _scaled(self, pair: tuple[int, int], size: int) -> Plan | None:
-        key = (*pair, size)
-        if key not in self._interpolated:
-            small, large = (self.capture(b) for b in pair)
-            position = (size - pair[0]) / (pair[1] - pair[0])
-            graph = scaled(small, large, position)
-            self._interpolated[key] = self._budget.plan(graph)
-        return self._interpolated[key]
-
-    def _planned(self, size: int) -> Plan | None:
-        if size not in self._planned_at:
-            self._planned_at[size] = self._budget.plan(self.capture(size))
-        return self._planned_at[size]
-
-    def capture(self, size: int) -> Graph:
-        """The graph at a size, captured once."""
-        if size not in self._captured:
-            self._captured[size] = self._graph_at(size)
-        return self._captured[size]
+    def _plan_scaled(self, pair: tuple[int, int], size: int) -> Plan | None:
+        """The plan of the graph at a size, interpolated between those of a pair of sizes."""
+        small, large = (self.capture(b) for b in pair)
+        position = (size - pair[0]) / (pair[1] - pair[0])
+        return self._budget.plan(scaled(small, large, position))
 
 
 def _meets(made: Plan | None, limit: float) -> bool:
