@@ -23,9 +23,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import coop_plan
-from benchmarks import fused, models, runtime_peers
+from benchmarks import runtime_peers
 from benchmarks.report import Column, Report, parser, scaled
 from coop_plan.planner.inspect.buffers import replay_plan
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
@@ -37,17 +38,30 @@ NO_LINK = "0"
 BUDGETS = ("100%", "60%", "40%", "min")
 
 
-def mixture() -> models.Built:
-    """Qwen2-MoE of two layers with eight experts, as grouped products."""
-    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    own = {"shared_expert_intermediate_size": 64, "experts_implementation": "grouped_mm"}
-    return models.llama_like("Qwen2Moe", **sizes, **own)
+def mixture() -> Any:
+    """Qwen2-MoE of two layers of width 256, eight experts as grouped products, batch 4 x 256."""
+    config = Qwen2MoeConfig(
+        hidden_size=256,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=352,
+        shared_expert_intermediate_size=352,
+        num_hidden_layers=2,
+        vocab_size=2000,
+        max_position_embeddings=256,
+        use_cache=False,
+        experts_implementation="grouped_mm",
+    )
+    ids = torch.randint(0, 2000, (4, 256))
+    return Qwen2MoeForCausalLM(config).train(), runtime_peers.loss_of, ids
 
 
 MODELS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: runtime_peers.gpt2(2),
     "llama": lambda: runtime_peers.llama(2),
-    "resnet": fused.resnet,
+    "resnet": lambda: runtime_peers.resnet50(0),
     "moe": mixture,
 }
 
