@@ -55,6 +55,11 @@ class Device(Model, frozen=True):
         """True if the device is the host's processor: it launches nothing while it computes."""
         return self.kind == "cpu"
 
+    @property
+    def launch_ahead_us(self) -> float:
+        """Time in which the host launches an op ahead of the device, µs; 0 if it cannot."""
+        return 0.0 if self.is_host else self.launch_us
+
     def run_us(self, cost_us: float) -> float:
         """Time of a run of this cost on the device, µs: on the host's processor with its launch."""
         return cost_us + self.launch_us if cost_us and self.is_host else cost_us

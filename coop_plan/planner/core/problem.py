@@ -303,25 +303,7 @@ class Problem:
 
         Each op runs once in its cheapest variant, after the first one's launch ahead of the device.
         """
-        return fsum([*self.cheapest, self.launch_ahead_us * any(self.cheapest)])
-
-    @property
-    def first_launch_us(self) -> float:
-        """Time before the first run and copy of every schedule, µs: a launch, or 0 if none is due.
-
-        A run of no cost is not launched, and its output may be copied before the first launch ends.
-        """
-        shifts = (
-            any(self.cheapest)
-            if "transfers" not in self.beyond_recomputation
-            else all(self.cheapest)
-        )
-        return self.launch_ahead_us * shifts
-
-    @property
-    def launch_ahead_us(self) -> float:
-        """Time in which the host launches an op ahead of the device, µs; 0 if it cannot."""
-        return 0.0 if self.device.is_host else self.device.launch_us
+        return fsum([*self.cheapest, self.device.launch_ahead_us * any(self.cheapest)])
 
     @cached_property
     def beyond_recomputation(self) -> list[str]:

@@ -56,9 +56,19 @@ class Incumbent:
         """Raise the bound to a solver's (µs, no launches, or −∞); a lower one is ignored."""
         if bound_us > -inf:
             # Solvers use floating-point arithmetic.
-            proved = bound_us + self.problem.first_launch_us - self.problem.base_cost_us * 1e-7
+            proved = bound_us + self._first_launch_us - self.problem.base_cost_us * 1e-7
             self.bound_us = max(self.bound_us, min(proved, self.cost_us))
             self.report()
+
+    @property
+    def _first_launch_us(self) -> float:
+        """Time before the first run and copy of every schedule, µs: a launch, or 0 if none is due.
+
+        A run of no cost is not launched, and its output may be copied before the first launch ends.
+        """
+        copies = "transfers" in self.problem.beyond_recomputation
+        is_due = (all if copies else any)(self.problem.cheapest)
+        return self.problem.device.launch_ahead_us * is_due
 
     def discard_bounds(self, reason: str) -> None:
         """Reset the bound to the floor, after a solver contradicted a plan."""
